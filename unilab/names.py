@@ -1,0 +1,38 @@
+"""Names that other programs rely on: files of a run directory, TensorBoard tags, exit codes.
+
+This module imports nothing, so that the collector and the suite can read it without torch.
+"""
+
+SCHEMA_VERSION = 1
+
+# Files of a run directory, in the order they appear.
+CONFIG_FILE = "config.json"
+COMMAND_FILE = "command.json"
+MANIFEST_FILE = "manifest.json"
+PROGRESS_FILE = "progress.jsonl"
+EVENT_FILE_PREFIX = "events.out.tfevents."
+CHECKPOINT_PATTERN = "model_{iteration}.pt"
+RUN_END_FILE = "run_end.json"
+
+# Values of run_end.json's `status`.
+COMPLETED = "completed"
+FAILED = "failed"
+INTERRUPTED = "interrupted"
+
+# TensorBoard tags the suite reads. The step axis is cumulative global env steps.
+TOTAL_FPS = "Perf/total_fps"
+ITERATION_TIME = "Perf/iteration_time"
+LEARNING_TIME = "Perf/learning_time"
+PHYSICS_FRACTION = "Perf/physics_fraction"
+EXPOSED_MS = "Perf/exposed_ms"
+TRAIN_ITERATION = "Train/iteration"
+MEAN_REWARD = "Train/mean_reward"
+MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
+
+# Exit codes of every command line.
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_HOST_UNFIT = 3
+EXIT_INCOMPLETE = 4
+EXIT_INTERRUPTED = 130

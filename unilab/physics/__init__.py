@@ -1,0 +1,1 @@
+"""Physics backends and the packed row they exchange with the learner."""

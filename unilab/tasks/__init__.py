@@ -1,0 +1,1 @@
+"""Task logic: declarative constants plus pure torch functions over named physics fields."""
