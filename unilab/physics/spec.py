@@ -1,0 +1,79 @@
+"""What the collector and the learner agree on: the robot, the timing and the columns of a packed physics row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROBOTS = Path(__file__).parent.parent / "robots"
+
+PROFILES = ("reference", "exact", "fast")
+
+# Row codes of the command block.
+KEEP, RESET, SET_VELOCITY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PhysicsSpec:
+    """One robot scene and how it is stepped.
+
+    Attributes:
+        scene: MJCF file below `unilab/robots`.
+        timestep: physics step in seconds.
+        decimation: physics steps per control step, controls held.
+        profile: solver path, one of `PROFILES`.
+        nq: generalized positions.
+        nv: generalized velocities.
+        nu: actuators.
+        sensors: names and widths of the sensors that travel, in column order.
+        model_fields: names and widths of the per-environment model parameters written at a reset.
+    """
+
+    scene: str
+    timestep: float
+    decimation: int
+    profile: str
+    nq: int
+    nv: int
+    nu: int
+    sensors: tuple[tuple[str, int], ...]
+    model_fields: tuple[tuple[str, int], ...]
+
+    @property
+    def columns(self) -> dict[str, slice]:
+        """Columns of an ingress row: qpos, qvel, every sensor by name, and the count of new physics warnings."""
+        return _slices((("qpos", self.nq), ("qvel", self.nv), *self.sensors, ("warnings", 1)))
+
+    @property
+    def reset_columns(self) -> dict[str, slice]:
+        """Columns of a reset row: qpos, qvel and every model field by name."""
+        return _slices((("qpos", self.nq), ("qvel", self.nv), *self.model_fields))
+
+    @property
+    def width(self) -> int:
+        """Columns of an ingress row."""
+        return list(self.columns.values())[-1].stop
+
+    @property
+    def reset_width(self) -> int:
+        """Columns of a reset row."""
+        return list(self.reset_columns.values())[-1].stop
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> PhysicsSpec:
+        """The inverse of `to_json`."""
+        pairs = {key: tuple((name, width) for name, width in values[key]) for key in ("sensors", "model_fields")}
+        return cls(**{**values, **pairs})
+
+
+def _slices(widths: tuple[tuple[str, int], ...]) -> dict[str, slice]:
+    slices, start = {}, 0
+    for name, width in widths:
+        slices[name] = slice(start, start + width)
+        start += width
+    return slices
