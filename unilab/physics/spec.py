@@ -53,12 +53,12 @@ class PhysicsSpec:
     @property
     def width(self) -> int:
         """Columns of an ingress row."""
-        return list(self.columns.values())[-1].stop
+        return self.nq + self.nv + sum(width for _, width in self.sensors) + 1
 
     @property
     def reset_width(self) -> int:
         """Columns of a reset row."""
-        return list(self.reset_columns.values())[-1].stop
+        return self.nq + self.nv + sum(width for _, width in self.model_fields)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back."""

@@ -1,0 +1,131 @@
+"""The learner's end of a collector: starts it, waits for its ticks, ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from unilab.channel import ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
+from unilab.physics.spec import PhysicsSpec
+
+START_TIMEOUT = 120.0
+TICK_TIMEOUT = 120.0
+STOP_TIMEOUT = 10.0
+
+
+class CollectorFailed(RuntimeError):  # noqa: N818 - says what happened
+    """The collector raised, died or fell silent; the message names which and how."""
+
+
+class CollectorProcess:
+    """One collector child and the channel to it.
+
+    Args:
+        spec: the robot and the row layout.
+        num_envs: simulations.
+        cpu_ids: CPUs of the physics workers, worker i on the i-th; None leaves placement to the system.
+
+    Attributes:
+        channel: the shared block.
+        placement: `[thread id, CPU]` of every physics worker, as the collector reported it.
+
+    Raises:
+        CollectorFailed: if the child does not come up.
+    """
+
+    def __init__(self, spec: PhysicsSpec, num_envs: int, cpu_ids: Sequence[int] | None) -> None:
+        self.channel = Channel.create(spec, num_envs)
+        self._process, self._pipe = _start(self.channel.fd)
+        setup = {"spec": spec.to_json(), "num_envs": num_envs, "cpu_ids": None if cpu_ids is None else list(cpu_ids)}
+        self._send(SETUP, setup)
+        ready = self._receive(START_TIMEOUT, READY, "its readiness")
+        self.placement: list[tuple[int, int | None]] = ready["placement"]
+        self.torch_imported: bool = ready["torch_imported"]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def command(self, tick: int) -> None:
+        """Let the collector run `tick` with what the command block holds.
+
+        Raises:
+            CollectorFailed: if it is gone.
+        """
+        self._send(tick)
+
+    def wait(self, tick: int, timeout: float = TICK_TIMEOUT) -> dict[str, int]:
+        """Wait until `tick` is published and return its slot header.
+
+        Raises:
+            CollectorFailed: if the collector raised, died, or did not answer within `timeout` seconds.
+        """
+        self._receive(timeout, tick, f"tick {tick}")
+        return self.channel.check(tick)
+
+    def close(self) -> None:
+        """End the child: ask, then wait, then kill. Safe to call twice."""
+        if self._process.poll() is None:
+            try:
+                self._pipe.send(STOP)
+                self._process.wait(STOP_TIMEOUT)
+            except (PeerGone, subprocess.TimeoutExpired):
+                self._process.kill()
+        if self._pipe is not None:
+            self._process.wait()
+            self._pipe.close()
+            os.close(self.channel.fd)
+            self._pipe = None  # type: ignore[assignment]
+
+    def _send(self, signal_: int, payload: Any = None) -> None:
+        try:
+            self._pipe.send(signal_, payload)
+        except PeerGone:
+            raise CollectorFailed(self._obituary()) from None
+
+    def _receive(self, timeout: float, expected: int, waiting_for: str) -> Any:
+        try:
+            signal_, payload = self._pipe.receive(timeout, waiting_for)
+        except PeerGone:
+            raise CollectorFailed(self._obituary()) from None
+        except TimeoutError as error:
+            raise CollectorFailed(f"{error} ({timeout:g} s)") from None
+        if signal_ == ERROR:
+            raise CollectorFailed(f"the collector raised {payload}")
+        if signal_ != expected:
+            raise CollectorFailed(f"expected {waiting_for} from the collector, got signal {signal_}")
+        return payload
+
+    def _obituary(self) -> str:
+        try:
+            code = self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return "the collector closed its pipe but is still running"
+        if code >= 0:
+            return f"the collector ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = {"SIGKILL": " (the system kills so when memory runs out)", "SIGBUS": " (shared memory ran out)"}
+        return f"the collector was killed by {name}{hint.get(name, '')}"
+
+
+def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
+    child_reads, parent_writes = os.pipe()
+    parent_reads, child_writes = os.pipe()
+    command = [sys.executable, "-m", "unilab.collector", "--read-fd", str(child_reads)]
+    command += ["--write-fd", str(child_writes), "--memory-fd", str(memory_fd)]
+    environment = {key: value for key, value in os.environ.items() if key != "MUJOCO_GL"}  # physics never renders
+    process = subprocess.Popen(
+        command,
+        pass_fds=(child_reads, child_writes, memory_fd),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )
+    os.close(child_reads)
+    os.close(child_writes)
+    return process, Pipe(parent_reads, parent_writes, "collector")

@@ -1,0 +1,143 @@
+"""SAC's update cycle: networks, objectives and their order. Everything else is the shared update phase."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from unilab.optim import ParameterGroup, bind
+from unilab.sac.config import SacConfig
+from unilab.sac.networks import Actor, CriticPair
+from unilab.sac.objectives import Batch, actor_objective, critic_objective, support
+from unilab.state import StateRegistry
+
+WEIGHT_DECAY = 1e-3
+METRICS = (
+    "Loss/critic",
+    "Loss/temperature",
+    "Loss/actor",
+    "Loss/entropy",
+    "Policy/temperature",
+    "Train/critic_gradient_norm",
+    "Train/actor_gradient_norm",
+    "Train/target_q_max",
+    "Train/target_q_min",
+    "Train/skipped_updates",
+)
+
+
+class SacLearner:
+    """Actor, critic pair, target pair and temperature, and one update of all of them.
+
+    Args:
+        config: `algo.*`.
+        obs_dim: width of the policy observation.
+        critic_dim: width of the critic observation.
+        action_dim: width of the action.
+        device: where everything lives.
+        amp: run forward passes and losses under bfloat16 autocast.
+        registry: receives parameters and optimizer state.
+    """
+
+    metrics = METRICS
+
+    def __init__(
+        self,
+        config: SacConfig,
+        obs_dim: int,
+        critic_dim: int,
+        action_dim: int,
+        device: torch.device,
+        amp: bool,
+        registry: StateRegistry,
+    ) -> None:
+        self._config, self._device, self._amp = config, device, amp
+        params = config.algo_params
+        self.actor = Actor(obs_dim, action_dim, config.actor_hidden_dim).to(device)
+        self.critic = CriticPair(critic_dim, action_dim, config.critic_hidden_dim, config.num_atoms).to(device)
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+        # The same weights seen without gradients: the actor's objective goes through the critics, never into them.
+        self._frozen_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.log_alpha = nn.Parameter(torch.full((1,), math.log(params.alpha_init), device=device))
+        norm = params.max_grad_norm
+        self.actor_group = ParameterGroup(
+            "actor", self.actor.parameters(), config.actor_lr, WEIGHT_DECAY, registry, norm
+        )
+        self.critic_group = ParameterGroup(
+            "critic", self.critic.parameters(), config.critic_lr, WEIGHT_DECAY, registry, norm
+        )
+        self.alpha_group = ParameterGroup("temperature", [self.log_alpha], params.alpha_lr, 0.0, registry)
+        bind(self._frozen_critic.parameters(), self.critic_group.flat.data)
+        self._target_flat = registry.tensor("critic_target/parameters", self.critic_group.flat.data.clone())
+        bind(self.target.parameters(), self._target_flat)
+        self._points = support(config.num_atoms, device)
+        self._target_entropy = -action_dim * params.target_entropy_ratio
+        self._reported = {name: torch.zeros((), device=device) for name in METRICS}
+
+    def update(self, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
+        """One critic, temperature and target update, and an actor update where `actor_noise` is given.
+
+        Args:
+            batch: `B` transitions.
+            critic_noise: standard normal for the next actions, `(B, A)`.
+            actor_noise: standard normal for the actor's actions, `(B, A)`, or None to leave the actor as it is.
+        """
+        self._update_critic(batch, critic_noise)
+        if actor_noise is not None:
+            self._update_actor(batch, actor_noise)
+        # A skipped critic step leaves its target alone too (tau becomes 0).
+        self._target_flat.lerp_(self.critic_group.flat.data, self._config.tau * self.critic_group.finite)
+
+    def report(self) -> dict[str, Tensor]:
+        """0-d tensors of the last update, by tag."""
+        return self._reported
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Networks of a checkpoint, by name."""
+        return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
+
+    def _update_critic(self, batch: Batch, noise: Tensor) -> None:
+        alpha = self.log_alpha.detach().exp()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp):
+            loss, log_pi, expected = critic_objective(
+                self.actor, self.critic, self.target, batch, noise, alpha, self._config.gamma, self._points
+            )
+        self.critic_group.backward(loss)
+        self.alpha_group.backward(
+            -(self.log_alpha.exp() * (log_pi.detach().float() + self._target_entropy).mean()).sum()
+        )
+        self.critic_group.step()
+        self.alpha_group.step()
+        self._note(
+            {
+                "Loss/critic": self.critic_group.loss,
+                "Loss/temperature": self.alpha_group.loss,
+                "Policy/temperature": self.log_alpha.detach().exp().squeeze(0),
+                "Train/critic_gradient_norm": self.critic_group.norm,
+                "Train/target_q_max": expected.max(),
+                "Train/target_q_min": expected.min(),
+            }
+        )
+        self._reported["Train/skipped_updates"].add_(1.0 - self.critic_group.finite)
+
+    def _update_actor(self, batch: Batch, noise: Tensor) -> None:
+        alpha = self.log_alpha.detach().exp()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp):
+            loss, entropy = actor_objective(self.actor, self._frozen_critic, batch, noise, alpha, self._points)
+        self.actor_group.backward(loss)
+        self.actor_group.step()
+        self._note(
+            {
+                "Loss/actor": self.actor_group.loss,
+                "Loss/entropy": entropy,
+                "Train/actor_gradient_norm": self.actor_group.norm,
+            }
+        )
+        self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
+
+    def _note(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._reported[name].copy_(value)
