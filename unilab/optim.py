@@ -69,7 +69,7 @@ class ParameterGroup:
         """Replace the gradient by that of the scalar `loss` with respect to this group's parameters alone."""
         self.loss.copy_(loss.detach())
         self.gradient.zero_()
-        loss.backward(inputs=self.parameters)  # type: ignore[no-untyped-call]
+        loss.backward(inputs=self.parameters)
 
     def step(self) -> None:
         """One AdamW step with the gradient at hand; skipped, on the device, where loss or gradient is not finite."""

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from unilab.validation import require
+
+POSITIVE = (
+    "num_envs",
+    "batch_size",
+    "replay_buffer_n",
+    "updates_per_step",
+    "learning_starts",
+    "policy_frequency",
+    "max_iterations",
+)
+
 
 @dataclass
 class SacParams:
@@ -76,32 +88,24 @@ class SacConfig:
         Raises:
             ValueError: naming the key, what it must be and what it is.
         """
-        positive = (
-            "num_envs batch_size replay_buffer_n updates_per_step learning_starts policy_frequency max_iterations"
-        )
-        for name in positive.split():
-            _require(getattr(self, name) >= 1, f"algo.{name}", "at least 1", getattr(self, name))
+        for name in POSITIVE:
+            require(getattr(self, name) >= 1, f"algo.{name}", "at least 1", getattr(self, name))
         for name in ("actor_hidden_dim", "critic_hidden_dim"):
             value = getattr(self, name)
-            _require(value >= 4 and value % 4 == 0, f"algo.{name}", "a positive multiple of 4 (it halves twice)", value)
+            require(value >= 4 and value % 4 == 0, f"algo.{name}", "a positive multiple of 4 (it halves twice)", value)
         for name in ("actor_lr", "critic_lr"):
-            _require(getattr(self, name) > 0, f"algo.{name}", "positive", getattr(self, name))
-        _require(self.algo == "sac", "algo.algo", "sac (the --algo option chooses)", self.algo)
-        _require(bool(self.algo_log_name.strip("./")), "algo.algo_log_name", "a folder name", self.algo_log_name)
-        _require(self.save_interval >= -1, "algo.save_interval", "-1, 0 or positive", self.save_interval)
-        _require(0 <= self.gamma < 1, "algo.gamma", "in [0, 1)", self.gamma)
-        _require(0 < self.tau <= 1, "algo.tau", "in (0, 1]", self.tau)
-        _require(self.num_atoms >= 2, "algo.num_atoms", "at least 2", self.num_atoms)
+            require(0 < getattr(self, name) < float("inf"), f"algo.{name}", "positive", getattr(self, name))
+        require(self.algo == "sac", "algo.algo", "sac (the --algo option chooses)", self.algo)
+        require(bool(self.algo_log_name.strip("./")), "algo.algo_log_name", "a folder name", self.algo_log_name)
+        require(self.save_interval >= -1, "algo.save_interval", "-1, 0 or positive", self.save_interval)
+        require(0 <= self.gamma < 1, "algo.gamma", "in [0, 1)", self.gamma)
+        require(0 < self.tau <= 1, "algo.tau", "in (0, 1]", self.tau)
+        require(self.num_atoms >= 2, "algo.num_atoms", "at least 2", self.num_atoms)
         self._validate_params()
 
     def _validate_params(self) -> None:
         params = self.algo_params
         for name in ("alpha_lr", "alpha_init"):
-            _require(getattr(params, name) > 0, f"algo.algo_params.{name}", "positive", getattr(params, name))
-        _require(params.max_grad_norm >= 0, "algo.algo_params.max_grad_norm", "0 or positive", params.max_grad_norm)
-        _require(params.amp_dtype in ("auto", "bf16"), "algo.algo_params.amp_dtype", "auto or bf16", params.amp_dtype)
-
-
-def _require(condition: bool, key: str, expected: str, found: object) -> None:
-    if not condition:
-        raise ValueError(f"{key} must be {expected}, got {found!r}")
+            require(getattr(params, name) > 0, f"algo.algo_params.{name}", "positive", getattr(params, name))
+        require(params.max_grad_norm >= 0, "algo.algo_params.max_grad_norm", "0 or positive", params.max_grad_norm)
+        require(params.amp_dtype in ("auto", "bf16"), "algo.algo_params.amp_dtype", "auto or bf16", params.amp_dtype)

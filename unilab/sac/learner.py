@@ -75,7 +75,7 @@ class SacLearner:
         bind(self.target.parameters(), self._target_flat)
         self._points = support(config.num_atoms, device)
         self._target_entropy = -action_dim * params.target_entropy_ratio
-        self._reported = {name: torch.zeros((), device=device) for name in METRICS}
+        self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
 
     def update(self, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
         """One critic, temperature and target update, and an actor update where `actor_noise` is given.
@@ -106,9 +106,8 @@ class SacLearner:
                 self.actor, self.critic, self.target, batch, noise, alpha, self._config.gamma, self._points
             )
         self.critic_group.backward(loss)
-        self.alpha_group.backward(
-            -(self.log_alpha.exp() * (log_pi.detach().float() + self._target_entropy).mean()).sum()
-        )
+        excess = (log_pi.detach() + self._target_entropy).mean()
+        self.alpha_group.backward(-(self.log_alpha.exp() * excess).sum())
         self.critic_group.step()
         self.alpha_group.step()
         self._note(

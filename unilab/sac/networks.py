@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ class Actor(nn.Module):
         super().__init__()
         widths = (obs_dim, hidden, hidden // 2, hidden // 4)
         blocks: list[nn.Module] = []
-        for before, after in zip(widths[:-1], widths[1:], strict=True):
+        for before, after in pairwise(widths):
             blocks += [nn.Linear(before, after), nn.LayerNorm(after), nn.SiLU()]
         self.trunk = nn.Sequential(*blocks)
         self.mean = _zero_linear(widths[-1], action_dim)
@@ -37,8 +38,8 @@ class Actor(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation before squashing, both `(B, A)`; log-std lies in [-5, 0]."""
         features = self.trunk(obs)
-        mean = torch.nan_to_num(self.mean(features), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
-        squashed = torch.tanh(self.log_std(features))
+        mean = torch.nan_to_num(self.mean(features).float(), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
+        squashed = torch.tanh(self.log_std(features).float())
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (squashed + 1.0)
         return mean, torch.nan_to_num(log_std, nan=LOG_STD_MIN)
 
@@ -82,7 +83,7 @@ class CriticPair(nn.Module):
     def __init__(self, critic_dim: int, action_dim: int, hidden: int, atoms: int, members: int = 2) -> None:
         super().__init__()
         widths = (critic_dim + action_dim, hidden, hidden // 2, hidden // 4)
-        self.blocks = nn.ModuleList(_Block(members, i, o) for i, o in zip(widths[:-1], widths[1:], strict=True))
+        self.blocks = nn.ModuleList(_Block(members, i, o) for i, o in pairwise(widths))
         self.head = _BatchedLinear(members, widths[-1], atoms)
 
     def forward(self, critic_obs: Tensor, action: Tensor) -> Tensor:

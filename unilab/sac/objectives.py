@@ -59,8 +59,9 @@ def project(probabilities: Tensor, shifted: Tensor, points: Tensor) -> Tensor:
         `(E, B, K)` mass on the support.
     """
     spacing = (V_MAX - V_MIN) / (points.numel() - 1)
-    hat = (1.0 - (shifted.unsqueeze(-1) - points).abs() / spacing).clamp(0.0, 1.0)  # (B, from, to)
-    return torch.bmm(probabilities.transpose(0, 1), hat).transpose(0, 1)
+    with torch.autocast(points.device.type, enabled=False):  # bfloat16 weights would not sum to one
+        hat = (1.0 - (shifted.unsqueeze(-1) - points).abs() / spacing).clamp(0.0, 1.0)  # (B, from, to)
+        return torch.bmm(probabilities.transpose(0, 1), hat).transpose(0, 1)
 
 
 def critic_objective(
@@ -95,7 +96,7 @@ def critic_objective(
         reward = batch.reward - discount * alpha * log_pi
         shifted = (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
         probabilities = F.softmax(target(batch.next_critic, next_action).float(), -1)
-        mass = project(probabilities, shifted.float(), points)
+        mass = project(probabilities, shifted, points)
         expected = (mass * points).sum(-1)
     log_probabilities = F.log_softmax(critic(batch.critic, batch.action).float(), -1).clamp(min=LOG_PROBABILITY_FLOOR)
     loss = -(mass * log_probabilities).sum(-1).mean(-1).sum()

@@ -1,0 +1,192 @@
+"""The configuration of a run: Hydra's override grammar over typed schemas, and every refusal a key can cause."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from unilab.physics.spec import PROFILES
+from unilab.sac.config import SacConfig
+from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
+from unilab.validation import require
+
+CONF = Path(__file__).parent / "conf"
+ALGORITHMS = ("sac",)
+TASKS = ("g1_walk_flat",)
+BACKENDS = ("mujoco",)
+LOGGERS = ("tensorboard", "none")
+
+
+@dataclass
+class TrainingConfig:
+    """`training.*`.
+
+    Attributes:
+        task_name: folder of the task's runs.
+        sim_backend: physics backend.
+        smoke: train on the CPU, small and eager, to see that everything works; never a benchmark.
+        devices: deprecated choice of logical indices among the visible devices.
+        use_amp: bfloat16 autocast on CUDA.
+        logger: `tensorboard` or `none`.
+        log_interval: iterations between written metrics; the last iteration is always written.
+        log_root: parent of the generated run directory instead of `logs/<algo_log_name>`.
+        log_dir: the exact run directory instead of a generated one.
+        no_play: skip video and export after training.
+        export_onnx: export the policy after training.
+    """
+
+    task_name: str = "G1WalkFlat"
+    sim_backend: str = "mujoco"
+    smoke: bool = False
+    devices: list[int] | None = None
+    use_amp: bool = True
+    logger: str = "tensorboard"
+    log_interval: int = 1
+    log_root: str | None = None
+    log_dir: str | None = None
+    no_play: bool = False
+    export_onnx: bool = True
+
+    def validate(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ValueError: naming the key, what it must be and what it is.
+        """
+        require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
+        require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
+        require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
+
+
+@dataclass
+class EnvConfig(G1WalkFlatConfig):
+    """`env.*`: the task's numbers and how its physics is run.
+
+    Attributes:
+        physics_profile: solver path, `reference`, `exact` or `fast`.
+        cpu_ids: CPUs of the physics workers, worker i on the i-th; null takes the allowed ones, less one for the
+            learner where there is more than one.
+    """
+
+    physics_profile: str = "exact"
+    cpu_ids: list[int] | None = None
+
+    def validate(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ValueError: naming the key, what it must be and what it is.
+        """
+        super().validate()
+        require(self.physics_profile in PROFILES, "env.physics_profile", " or ".join(PROFILES), self.physics_profile)
+
+
+@dataclass
+class RunConfig:
+    """Everything that defines a run."""
+
+    algo: SacConfig = field(default_factory=SacConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: G1WalkFlatRewards = field(default_factory=G1WalkFlatRewards)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `config.json` holds them."""
+        container = OmegaConf.to_container(OmegaConf.structured(self))
+        assert isinstance(container, dict)
+        return {str(key): value for key, value in container.items()}
+
+
+def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> RunConfig:
+    """Compose and check the configuration of a run.
+
+    Args:
+        algo: algorithm name.
+        task: task name.
+        sim: physics backend name.
+        overrides: `key=value` in Hydra's grammar; a leading `+` is accepted on known keys.
+
+    Returns:
+        The typed, validated configuration.
+
+    Raises:
+        ValueError: one line naming what is wrong and what to type instead.
+    """
+    for what, value, known in (("algorithm", algo, ALGORITHMS), ("task", task, TASKS), ("backend", sim, BACKENDS)):
+        if value not in known:
+            raise ValueError(f"unknown {what} {value!r}{_nearest(value, known)}; there is {', '.join(known)}")
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    checked = [_checked(text, schema) for text in overrides]
+    try:
+        with initialize_config_dir(str(CONF / algo), version_base=None):
+            composed = compose("config", [f"task={task}/{sim}", *checked])
+        merged = OmegaConf.merge(schema, composed)
+        config = OmegaConf.to_object(merged)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_one_line(error)) from None
+    assert isinstance(config, RunConfig)
+    for part in (config.algo, config.training, config.env, config.reward):
+        part.validate()
+    return config
+
+
+def _checked(text: str, schema: DictConfig) -> str:
+    """The override with its key checked, in the spelling that sets a key whether or not a file mentions it."""
+    override = _parsed(text)
+    key = override.key_or_group
+    known = _keys(schema)
+    if key in schema:
+        raise ValueError(f"{key!r} is a group of keys; set one of them, as in {key}.{next(iter(schema[key]))!s}=VALUE")
+    if key not in known:
+        raise ValueError(f"unknown key {key!r}{_nearest(key, known)}")
+    if override.is_delete():
+        raise ValueError(f"{text!r} deletes a key; every key has a value, set it with {key}=VALUE")
+    if override.is_sweep_override():
+        listed = text.split("=", 1)[1]
+        raise ValueError(f"{text!r} is a sweep over values; for a list type {key}=[{listed}]")
+    return f"++{key}={text.split('=', 1)[1]}"
+
+
+def _parsed(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ValueError(f"cannot read {text!r} as key=value: {_one_line(error)}") from None
+
+
+def _keys(node: DictConfig, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name in node:
+        keys.append(f"{prefix}{name!s}")
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none():
+            keys += _keys(child, f"{prefix}{name!s}.")
+    return keys
+
+
+def _nearest(value: str, known: Sequence[str]) -> str:
+    """A suggestion: the nearest whole key, or the key whose last part is nearest."""
+    matches = difflib.get_close_matches(value, known, 1, 0.6)
+    if not matches:
+        tails = {key.rsplit(".", 1)[-1]: key for key in known}
+        matches = [tails[tail] for tail in difflib.get_close_matches(value.rsplit(".", 1)[-1], tails, 1, 0.6)]
+    return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def _one_line(error: Exception) -> str:
+    """An error of the configuration libraries as one line that names the key."""
+    text = str(error)
+    key = re.search(r"full_key: (\S+)", text)
+    first = text.splitlines()[0].rstrip(".")
+    return f"{key.group(1)}: {first}" if key else first

@@ -1,0 +1,145 @@
+"""Copies between the channel and the device, and the reading of metrics: all that the host waits for there."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from unilab.channel import Channel
+from unilab.environment import Environment
+
+DEVICE_TIMEOUT = 120.0
+_POLL_SLEEP = 20e-6
+
+
+class DeviceExchange:
+    """Uploads ingress slots and downloads commands.
+
+    On CUDA the channel is registered as pinned memory, copies run on a side stream, and the host waits on an event
+    against a deadline: a device that hangs inside a replayed graph would escape every other watchdog. On the CPU and
+    on MPS the calling thread copies.
+
+    Args:
+        channel: the shared block.
+        environment: owner of the device buffers.
+    """
+
+    def __init__(self, channel: Channel, environment: Environment) -> None:
+        self._environment = environment
+        self._slots = [torch.from_numpy(slot) for slot in channel.slots]
+        self._command = [torch.from_numpy(part) for part in (channel.ctrl, channel.codes, channel.reset_rows)]
+        self._cuda = environment.fields.device.type == "cuda"
+        if self._cuda:
+            self._side = torch.cuda.Stream(environment.fields.device)
+            self._uploaded, self._downloaded = torch.cuda.Event(), torch.cuda.Event()
+            self._registered = [_pin(part) for part in (*self._slots, *self._command)]
+
+    def upload(self, slot: int) -> None:
+        """Copy an ingress slot into `environment.fields`; later work on the current stream sees it."""
+        if not self._cuda:
+            self._environment.fields.copy_(self._slots[slot])
+            return
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self._environment.fields.copy_(self._slots[slot], non_blocking=True)
+            self._uploaded.record()
+        main.wait_event(self._uploaded)
+
+    def download(self) -> None:
+        """Copy the command into the channel and wait for it; the uploaded slot is free afterwards too.
+
+        Raises:
+            TimeoutError: if the device does not finish within the deadline.
+        """
+        parts = (self._environment.ctrl, self._environment.codes, self._environment.reset_rows)
+        if not self._cuda:
+            for target, source in zip(self._command, parts, strict=True):
+                target.copy_(source)
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for target, source in zip(self._command, parts, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._downloaded.record()
+        wait_event(self._downloaded, "the act phase and its command")
+
+    def close(self) -> None:
+        """Unregister the pinned memory; the channel may be unmapped afterwards."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            for address in self._registered:
+                torch.cuda.cudart().cudaHostUnregister(address)
+            self._registered = []
+
+
+class MetricReader:
+    """Brings a tick's 0-d device tensors to the host one tick later, in one copy.
+
+    Args:
+        device: where the tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._names: list[str] = []
+        self._host = torch.empty(0)
+        self._began = self._ended = time.monotonic()
+        if self._cuda:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+
+    def begin(self) -> None:
+        """Mark the start of the update phase."""
+        self._began = time.monotonic()
+        if self._cuda:
+            self._events[0].record()
+
+    def end(self, metrics: dict[str, Tensor]) -> None:
+        """Mark the end of the update phase and start the copy of `metrics`."""
+        if self._cuda:
+            self._events[1].record()
+        self._ended = time.monotonic()
+        self._names = list(metrics)
+        stacked = torch.stack([value.reshape(()).float() for value in metrics.values()])
+        if self._cuda:
+            if self._host.shape != stacked.shape:
+                self._host = torch.empty(stacked.shape, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self._events[2].record()
+        else:
+            self._host = stacked.cpu()
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """Values of the last `end`, and the seconds the update phase took (device time on CUDA).
+
+        Raises:
+            TimeoutError: if the device does not finish within the deadline.
+        """
+        seconds = self._ended - self._began
+        if self._cuda:
+            wait_event(self._events[2], "the update phase and its metrics")
+            seconds = self._events[0].elapsed_time(self._events[1]) / 1000.0
+        return dict(zip(self._names, self._host.tolist(), strict=True)), seconds
+
+
+def wait_event(event: torch.cuda.Event, waiting_for: str, timeout: float = DEVICE_TIMEOUT) -> None:
+    """Wait for a device event, polling against a deadline.
+
+    Raises:
+        TimeoutError: naming what was awaited.
+    """
+    deadline = time.monotonic() + timeout
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for {waiting_for}, the device did not finish")
+        time.sleep(_POLL_SLEEP)
+
+
+def _pin(part: Tensor) -> int:
+    size = part.numel() * part.element_size()
+    result = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), size, 0)
+    if int(result) != 0:
+        raise RuntimeError(f"registering {size} bytes of the channel as pinned memory failed with CUDA error {result}")
+    return part.data_ptr()

@@ -1,0 +1,119 @@
+"""Which device a run gets, which CPUs its physics gets, and whether it fits: every refusal that needs the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from unilab.channel import channel_bytes
+from unilab.config import RunConfig
+from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
+from unilab.physics.spec import PhysicsSpec
+
+MEMORY_SHARE = 0.8
+
+
+class HostUnfit(RuntimeError):  # noqa: N818 - says what is the matter
+    """This host cannot do what was asked; one line says what is missing."""
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The learner's device.
+
+    Returns:
+        The CPU in smoke mode, else `cuda:0` of the visible devices (or the one `training.devices` picks), else MPS.
+
+    Raises:
+        HostUnfit: where training cannot run.
+        ValueError: where the visible or chosen devices ask for more than one rank.
+    """
+    if config.training.smoke:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", _cuda_index(config.training.devices))
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    found = "found an XPU, which is not supported" if torch.xpu.is_available() else "found neither"
+    raise HostUnfit(
+        f"training needs a CUDA or MPS device, {found}; to see the whole path work on the CPU add training.smoke=true"
+    )
+
+
+def choose_cpus(cpu_ids: Sequence[int] | None) -> list[int] | None:
+    """CPUs of the physics workers: the asked ones, else all allowed ones less one for the learner.
+
+    Returns:
+        The list, or None where threads cannot be pinned.
+
+    Raises:
+        ValueError: for a list that is empty, repeats a CPU or leaves the allowed mask.
+    """
+    if cpu_ids is not None:
+        check_cpu_ids(cpu_ids)
+        return list(cpu_ids)
+    if not LINUX:
+        return None
+    allowed = allowed_cpus()
+    return allowed[1:] if len(allowed) > 1 else allowed
+
+
+def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device) -> None:
+    """Refuse a run whose slots or ring do not fit.
+
+    Raises:
+        HostUnfit: naming what does not fit and both numbers.
+    """
+    algo = config.algo
+    ring = 4 * replay_width * (algo.num_envs * algo.replay_buffer_n + algo.updates_per_step * algo.batch_size)
+    host = channel_bytes(spec, algo.num_envs) + (ring if device.type == "cpu" else 0)
+    what = "the ingress slots and the replay ring" if device.type == "cpu" else "the ingress slots"
+    _require_fit(what, host, available_memory(), "algo.num_envs, algo.replay_buffer_n")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        _require_fit("the replay ring on the device", ring, free, "algo.replay_buffer_n, algo.num_envs")
+
+
+def available_memory() -> int:
+    """Bytes a new allocation may take on the host: free memory, or less where a control group says so."""
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no control group, or its limit is "max"
+        return available
+    return min(available, limit - used)
+
+
+def learner_threads() -> int:
+    """Torch threads of the learner: an eighth of the allowed CPUs, between 2 and 8, or 1 below four CPUs."""
+    cpus = len(allowed_cpus())
+    return 1 if cpus < 4 else min(8, max(2, cpus // 8))
+
+
+def _cuda_index(devices: Sequence[int] | None) -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    if devices is not None:
+        print("training.devices is deprecated: choose GPUs with CUDA_VISIBLE_DEVICES")
+        if len(devices) != 1 or not 0 <= devices[0] < count:
+            raise ValueError(f"training.devices={list(devices)}: one of the {count} visible devices is needed")
+        return devices[0]
+    if visible is not None and count > 1:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={visible} makes {count} ranks, this version trains one; set it to one entry"
+        )
+    if count > 1:
+        print(f"{count} GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first")
+    return 0
+
+
+def _require_fit(what: str, needed: int, available: int, keys: str) -> None:
+    if needed > MEMORY_SHARE * available:
+        raise HostUnfit(
+            f"{what} need {needed / 2**30:.2f} GiB, {available / 2**30:.2f} GiB are free "
+            f"and at most {MEMORY_SHARE:.0%} of them may be taken; lower {keys}"
+        )

@@ -1,0 +1,131 @@
+"""The two device phases of a tick: act and update.
+
+Both are written so that a CUDA graph can hold them as they are: every input and output is a static buffer, all random
+numbers are drawn at the head, shapes never depend on data, and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unilab.environment import Environment
+from unilab.replay import ReplayRing
+from unilab.sac.config import SacConfig
+from unilab.sac.learner import SacLearner
+from unilab.sac.objectives import Batch
+from unilab.state import StateRegistry
+
+
+def transition_widths(obs_dim: int, critic_dim: int, action_dim: int) -> dict[str, int]:
+    """Parts of a replay row in column order; 0 stands for a single value."""
+    return {
+        "obs": obs_dim,
+        "next_obs": obs_dim,
+        "action": action_dim,
+        "reward": 0,
+        "done": 0,
+        "timeout": 0,
+        "critic": critic_dim,
+        "next_critic": critic_dim,
+    }
+
+
+class ActPhase:
+    """From physics rows to the next command: finish the transition, store it, restart finished rows, act.
+
+    Args:
+        environment: the vectorised task; its `fields` were just uploaded.
+        learner: owner of the actor.
+        replay: takes the finished transitions.
+        generator: random stream of the exploration noise.
+        registry: receives the noise buffer.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        learner: SacLearner,
+        replay: ReplayRing,
+        generator: torch.Generator,
+        registry: StateRegistry,
+    ) -> None:
+        self._environment, self._learner, self._replay, self._generator = environment, learner, replay, generator
+        self._noise = registry.tensor("act/noise", torch.zeros_like(environment.actions))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Tick 0: every row is reset and gets its first action."""
+        self._noise.normal_(generator=self._generator)
+        self._environment.begin()
+        self._act()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Every later tick."""
+        environment = self._environment
+        environment.draw()
+        self._noise.normal_(generator=self._generator)
+        environment.complete()
+        self._replay.append(_transition(environment), environment.valid)
+        environment.restart(environment.finished)
+        self._act()
+
+    def _act(self) -> None:
+        action, _ = self._learner.actor.sample(self._environment.obs, self._noise)
+        self._environment.control(action)
+
+
+class UpdatePhase:
+    """One learner cycle: draw, gather, and all updates of the iteration.
+
+    Args:
+        learner: networks and objectives.
+        replay: where rows are drawn from.
+        config: `algo.*`.
+        action_dim: width of the action.
+        generator: random stream of indices and action noise.
+        registry: receives the draw buffers.
+    """
+
+    def __init__(
+        self,
+        learner: SacLearner,
+        replay: ReplayRing,
+        config: SacConfig,
+        action_dim: int,
+        generator: torch.Generator,
+        registry: StateRegistry,
+    ) -> None:
+        self._learner, self._replay, self._generator = learner, replay, generator
+        self._updates, self._policy_frequency = config.updates_per_step, config.policy_frequency
+        actor_updates = -(-self._updates // self._policy_frequency)
+        rows, device = config.updates_per_step * config.batch_size, replay.rows.device
+        noise = torch.zeros(self._updates + actor_updates, config.batch_size, action_dim, device=device)
+        self._indices = registry.tensor("update/indices", torch.zeros(rows, dtype=torch.int64, device=device))
+        self._noise = registry.tensor("update/noise", noise)
+        self._critic_noise, self._actor_noise = self._noise.split((self._updates, actor_updates))
+        self._rows = torch.zeros(rows, replay.width, device=device)
+        self._batches = [Batch(**replay.split(part)) for part in self._rows.split(config.batch_size)]
+
+    def run(self) -> None:
+        """Draw at the head, gather into the static batch, then update `updates_per_step` times."""
+        self._indices.random_(generator=self._generator)
+        self._noise.normal_(generator=self._generator)
+        self._replay.gather(self._indices, self._rows)
+        for index, batch in enumerate(self._batches):
+            round_, rest = divmod(index, self._policy_frequency)
+            self._learner.update(batch, self._critic_noise[index], None if rest else self._actor_noise[round_])
+
+
+def _transition(environment: Environment) -> dict[str, Tensor]:
+    return {
+        "obs": environment.last_obs,
+        "next_obs": environment.next_obs,
+        "action": environment.actions,
+        "reward": environment.reward,
+        "done": environment.done.float(),
+        "timeout": environment.timeout.float(),
+        "critic": environment.last_critic,
+        "next_critic": environment.next_critic,
+    }

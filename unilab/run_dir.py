@@ -1,0 +1,90 @@
+"""The run directory: what is written when, and always whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from unilab.config import RunConfig
+from unilab.names import (
+    CHECKPOINT_PATTERN,
+    COMMAND_FILE,
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    RUN_END_FILE,
+    SCHEMA_VERSION,
+)
+
+
+def choose_run_dir(config: RunConfig, world_size: int, now: datetime) -> Path:
+    """The run's directory: `training.log_dir`, else a generated one below the log root; not yet made.
+
+    Raises:
+        ValueError: if it exists and holds anything.
+    """
+    training = config.training
+    if training.log_dir is not None:
+        path = Path(training.log_dir)
+    else:
+        root = Path(training.log_root) if training.log_root is not None else Path("logs") / config.algo.algo_log_name
+        ranks = f"_gpux{world_size}" if world_size > 1 else ""
+        path = root / training.task_name / f"{now:%Y-%m-%d_%H-%M-%S}_{training.sim_backend}{ranks}"
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"the run directory {path} is not empty; choose another training.log_dir")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"the run directory {path} is a file; choose another training.log_dir")
+    return path
+
+
+class RunDirectory:
+    """Writes the files of one run.
+
+    Args:
+        path: the directory, empty or not yet there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write `config.json`, the resolved configuration."""
+        self._write_json(CONFIG_FILE, config.to_json())
+
+    def write_command(self, facts: dict[str, Any]) -> None:
+        """Write `command.json`, where the run comes from."""
+        self._write_json(COMMAND_FILE, facts)
+
+    def write_manifest(self, facts: dict[str, Any]) -> None:
+        """Write `manifest.json`, what the run is made of while it runs."""
+        self._write_json(MANIFEST_FILE, facts)
+
+    def write_end(self, facts: dict[str, Any]) -> None:
+        """Write `run_end.json`, the last file of a run."""
+        self._write_json(RUN_END_FILE, facts)
+
+    def write_checkpoint(self, iteration: int, state: dict[str, Any]) -> Path:
+        """Write `model_<iteration>.pt` and return its path."""
+        path = self.path / CHECKPOINT_PATTERN.format(iteration=iteration)
+        write_atomically(path, lambda file: torch.save(state, file))
+        return path
+
+    def _write_json(self, name: str, facts: dict[str, Any]) -> None:
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **facts}, indent=2, allow_nan=False) + "\n"
+        write_atomically(self.path / name, lambda file: file.write(text.encode()))
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file so that it is either whole or absent: temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,300 @@
+"""The training loop of one rank, as named phases.
+
+Tick k: the collector steps physics while the learner updates; then the learner uploads the rows, acts, sends the next
+command, and updates again. The CPU pool does nothing but physics, and only upload, act and download stand in its way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+
+from unilab.channel import SLOTS
+from unilab.config import RunConfig
+from unilab.environment import Environment
+from unilab.event_log import EventLog, Record
+from unilab.exchange import DeviceExchange, MetricReader
+from unilab.hardware import check_memory
+from unilab.names import (
+    EXPOSED_MS,
+    ITERATION_TIME,
+    LEARNING_TIME,
+    PHYSICS_FRACTION,
+    TOTAL_FPS,
+    TRAIN_ITERATION,
+)
+from unilab.phases import ActPhase, UpdatePhase, transition_widths
+from unilab.physics.process import CollectorProcess
+from unilab.provenance import gpu_facts
+from unilab.replay import ReplayRing
+from unilab.run_dir import RunDirectory
+from unilab.sac.learner import SacLearner
+from unilab.state import StateRegistry
+from unilab.tasks.g1_walk_flat import G1WalkFlat
+from unilab.terminal import TerminalView
+
+CHECKPOINT_FORMAT = 1
+# Not worth saving: draws that the next tick replaces, and rows that a resumed run collects anew.
+_TRANSIENT = ("update/", "act/", "replay/")
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Host-side facts of one tick, kept until its device metrics are read.
+
+    Attributes:
+        iteration: training iteration, 0 while the ring fills.
+        env_steps: cumulative env steps of all ranks.
+        committed: monotonic seconds when the tick's transitions were complete and the next command was out.
+        wall: seconds since the previous tick's `committed`.
+        physics: seconds inside the physics step.
+        stages: milliseconds by tag.
+    """
+
+    iteration: int
+    env_steps: int
+    committed: float
+    wall: float
+    physics: float
+    stages: dict[str, float]
+
+
+class Runner:
+    """One rank: environment, learner, replay ring and collector on one device.
+
+    Use as a context manager; leaving it ends the collector.
+
+    Args:
+        config: the run.
+        task: the task, on `device`.
+        device: the learner's device.
+        cpu_ids: CPUs of the physics workers, or None to leave them unpinned.
+
+    Attributes:
+        registry: everything mutable.
+        env_steps: cumulative env steps collected.
+        iteration: finished training iterations.
+        startup_seconds: process start to first training iteration, or None before it.
+    """
+
+    def __init__(self, config: RunConfig, task: G1WalkFlat, device: torch.device, cpu_ids: list[int] | None) -> None:
+        self._config, self._task, self._device, self._cpu_ids = config, task, device, cpu_ids
+        self.registry = StateRegistry()
+        self.env_steps = self.iteration = 0
+        self.startup_seconds: float | None = None
+        self._build_learner()
+        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
+        self._exchange = DeviceExchange(self._collector.channel, self._environment)
+        self._metrics = MetricReader(device)
+        self._packed_ns = time.monotonic_ns()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exchange.close()
+        self._collector.close()
+
+    @property
+    def warmup_ticks(self) -> int:
+        """Ticks until the ring holds enough rows for the first update, that tick included."""
+        algo = self._config.algo
+        return math.ceil(max(algo.batch_size, algo.learning_starts * algo.num_envs) / algo.num_envs)
+
+    def manifest(self) -> dict[str, Any]:
+        """Content of `manifest.json`."""
+        spec, on_cuda = self._task.spec, self._device.type == "cuda"
+        gpu = gpu_facts(self._device.index or 0) if on_cuda else {"name": None, "uuid": None}
+        rank = {
+            "rank": 0,
+            "collector_backend_device": "cpu",
+            "learner_device": str(self._device),
+            "gpu_uuid": gpu["uuid"],
+            "gpu_name": gpu["name"],
+            "cpu_ids": self._cpu_ids,
+        }
+        return {
+            "ranks": [rank],
+            "dp_sync": {"world_size": 1, "mode": "none"},
+            "physics": {
+                "backend": self._config.training.sim_backend,
+                "profile": spec.profile,
+                "timestep": spec.timestep,
+                "decimation": spec.decimation,
+                "workers": len(self._collector.placement),
+                "placement": self._collector.placement,
+            },
+            "learner": {
+                "algo": self._config.algo.algo,
+                "amp": self._amp,
+                "update_phase": "eager",
+                "torch_threads": torch.get_num_threads(),
+                "replay_rows": self._replay.capacity,
+                "replay_row_width": self._replay.width,
+            },
+        }
+
+    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory) -> None:
+        """Train for `algo.max_iterations` iterations.
+
+        Args:
+            log: receives one record per logged iteration.
+            view: shows the progress.
+            directory: receives checkpoints.
+        """
+        self._log, self._view, self._directory = log, view, directory
+        last = self.warmup_ticks - 1 + self._config.algo.max_iterations
+        self._begin()
+        previous: Tick | None = None
+        for number in range(last):
+            tick = self._tick(number, is_last=number == last - 1)
+            metrics = self._read(previous)
+            self._update(tick)
+            self._report(previous, metrics)
+            self._checkpoint(tick)
+            previous = tick
+        self._report(previous, self._read(previous))
+
+    def _build_learner(self) -> None:
+        config, task, device = self._config, self._task, self._device
+        algo = config.algo
+        torch.manual_seed(_stream_seed(algo.seed, "weights"))
+        widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
+        self._amp = config.training.use_amp and device.type == "cuda"
+        self._environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
+        dims = (task.obs_dim, task.critic_dim, task.action_dim)
+        self._learner = SacLearner(algo, *dims, device, self._amp, self.registry)
+        self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
+        self._act_phase = ActPhase(
+            self._environment, self._learner, self._replay, self._generator("exploration"), self.registry
+        )
+        self._update_phase = UpdatePhase(
+            self._learner, self._replay, algo, task.action_dim, self._generator("update"), self.registry
+        )
+
+    def _generator(self, stream: str) -> torch.Generator:
+        generator = torch.Generator(self._device)
+        generator.manual_seed(_stream_seed(self._config.algo.seed, stream))
+        return self.registry.generator(f"random/{stream}", generator)
+
+    def _begin(self) -> None:
+        """Tick 0's command: reset every row and act once."""
+        self._act_phase.begin()
+        self._exchange.download()
+        self._committed = time.monotonic()
+        self._collector.command(0)
+
+    def _tick(self, number: int, is_last: bool) -> Tick:
+        """Wait for physics, upload, act, and send the next command unless this is the last tick."""
+        waited = time.monotonic()
+        header = self._collector.wait(number)
+        arrived = time.monotonic()
+        self._exchange.upload(number % SLOTS)
+        self._act_phase.run()
+        self._exchange.download()
+        self._collector.channel.release(number)
+        if not is_last:
+            self._collector.command(number + 1)
+        committed = time.monotonic()
+        stages = {
+            "Perf/learner_collector_wait_ms": 1e3 * (arrived - waited),
+            "Perf/learner_inference_ms": 1e3 * (committed - arrived),
+            "Perf/collector_learner_action_wait_ms": (header["received_ns"] - self._packed_ns) / 1e6,
+            "Perf/collector_env_step_apply_action_ms": (header["applied_ns"] - header["received_ns"]) / 1e6,
+            "Perf/collector_env_step_backend_ms": (header["stepped_ns"] - header["applied_ns"]) / 1e6,
+            "Perf/collector_replay_write_ms": (header["packed_ns"] - header["stepped_ns"]) / 1e6,
+        }
+        physics = (header["stepped_ns"] - header["applied_ns"]) / 1e9
+        wall, self._committed, self._packed_ns = committed - self._committed, committed, header["packed_ns"]
+        self.env_steps += self._config.algo.num_envs
+        iteration = max(0, number + 2 - self.warmup_ticks)
+        return Tick(iteration, self.env_steps, committed, wall, physics, stages)
+
+    def _update(self, tick: Tick) -> None:
+        """Run the update phase while physics runs, once the ring holds enough."""
+        if not tick.iteration:
+            return
+        if self.startup_seconds is None:
+            self.startup_seconds = time.time() - psutil.Process().create_time()
+        self._metrics.begin()
+        self._update_phase.run()
+        self._metrics.end({**self._learner.report(), **self._environment.metrics()})
+        self.iteration = tick.iteration
+
+    def _read(self, tick: Tick | None) -> dict[str, float]:
+        """Device metrics of a tick that is over, with the update's time."""
+        if tick is None or not tick.iteration:
+            return {}
+        values, seconds = self._metrics.read()
+        return {**values, LEARNING_TIME: seconds}
+
+    def _report(self, tick: Tick | None, metrics: dict[str, float]) -> None:
+        """Write a finished tick's record with its own step and time, and show it."""
+        if tick is None or not tick.iteration:
+            return
+        scalars = {
+            TRAIN_ITERATION: float(tick.iteration),
+            TOTAL_FPS: self._config.algo.num_envs / tick.wall,
+            ITERATION_TIME: tick.wall,
+            PHYSICS_FRACTION: tick.physics / tick.wall,
+            EXPOSED_MS: 1e3 * (tick.wall - tick.physics),
+            **tick.stages,
+            **metrics,
+        }
+        interval, last = self._config.training.log_interval, self._config.algo.max_iterations
+        if tick.iteration % interval == 0 or tick.iteration == last:
+            self._log.write(Record(tick.iteration, tick.env_steps, tick.committed, tick.physics, scalars))
+        self._view.update(tick.iteration, scalars)
+
+    def _checkpoint(self, tick: Tick) -> None:
+        """Write the networks and the state registry where the interval asks for it, and at the end."""
+        interval, last = self._config.algo.save_interval, self._config.algo.max_iterations
+        if not tick.iteration or interval < 0:
+            return
+        if tick.iteration == last or (interval > 0 and tick.iteration % interval == 0):
+            self._directory.write_checkpoint(tick.iteration, self._state(tick))
+
+    def _state(self, tick: Tick) -> dict[str, Any]:
+        state = {key: value.cpu() for key, value in self.registry.snapshot().items() if not key.startswith(_TRANSIENT)}
+        networks = {name: module.state_dict() for name, module in self._learner.modules().items()}
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "algo": self._config.algo.algo,
+            "task": self._config.training.task_name,
+            "obs_dim": self._task.obs_dim,
+            "critic_dim": self._task.critic_dim,
+            "action_dim": self._task.action_dim,
+            "iteration": tick.iteration,
+            "env_steps": tick.env_steps,
+            **networks,
+            "log_alpha": self._learner.log_alpha.detach().cpu(),
+            "state": state,
+        }
+
+
+def build_task(config: RunConfig, device: torch.device) -> G1WalkFlat:
+    """The task of a run, after checking that slots and ring fit.
+
+    Raises:
+        ValueError: if a number of the task is out of bounds.
+        HostUnfit: if memory is short.
+    """
+    task = G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
+    widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
+    check_memory(config, task.spec, sum(max(width, 1) for width in widths.values()), device)
+    return task
+
+
+def _stream_seed(seed: int, stream: str, rank: int = 0) -> int:
+    """A seed per (seed, rank, stream), so that no two streams of a run share numbers."""
+    digest = hashlib.sha256(f"{seed}/{rank}/{stream}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,1 @@
+"""Thin entry points with the spelling of the documented commands."""

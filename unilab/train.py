@@ -1,0 +1,163 @@
+"""The `train` command: from a command line to a complete run directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from unilab.names import (
+    COMPLETED,
+    EXIT_FAILED,
+    EXIT_HOST_UNFIT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    FAILED,
+    INTERRUPTED,
+)
+
+if TYPE_CHECKING:
+    from unilab.config import RunConfig
+    from unilab.run_dir import RunDirectory
+    from unilab.runner import Runner
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; returns the exit code.
+
+    Args:
+        argv: arguments after the program's name; None takes the process's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="train", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--algo", required=True, help="algorithm, as in sac")
+    parser.add_argument("--task", required=True, help="task, as in g1_walk_flat")
+    parser.add_argument("--sim", required=True, help="physics backend, as in mujoco")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as in algo.max_iterations=300")
+    args = parser.parse_intermixed_args(arguments)
+    return train(args.algo, args.task, args.sim, args.overrides, arguments)
+
+
+def train(algo: str, task: str, sim: str, overrides: Sequence[str], argv: list[str]) -> int:
+    """Check everything that can be refused, then train.
+
+    Args:
+        algo: algorithm name.
+        task: task name.
+        sim: physics backend name.
+        overrides: `key=value` settings.
+        argv: the command line as it is recorded.
+
+    Returns:
+        The exit code.
+    """
+    os.environ.pop("MUJOCO_GL", None)  # training never renders, and importing mujoco fails under a bad value
+    from unilab.config import load_config
+
+    try:
+        config = load_config(algo, task, sim, overrides)
+    except ValueError as error:
+        return _refuse(error, EXIT_USAGE)
+    return _prepare_and_run(config, argv)
+
+
+def _prepare_and_run(config: RunConfig, argv: list[str]) -> int:
+    import torch
+
+    from unilab.hardware import HostUnfit, choose_cpus, choose_device, learner_threads
+    from unilab.run_dir import RunDirectory, choose_run_dir
+    from unilab.runner import Runner, build_task
+
+    try:
+        device = choose_device(config)
+        cpu_ids = choose_cpus(config.env.cpu_ids)
+        path = choose_run_dir(config, 1, datetime.now())
+        torch.set_num_threads(learner_threads())
+        task = build_task(config, device)
+    except HostUnfit as error:
+        return _refuse(error, EXIT_HOST_UNFIT)
+    except ValueError as error:
+        return _refuse(error, EXIT_USAGE)
+    if config.training.smoke:
+        print("SMOKE: CPU functional check; its speed means nothing")
+    directory = RunDirectory(path)
+    print(f"run directory {path}")
+    return _run(config, directory, argv, lambda: Runner(config, task, device, cpu_ids))
+
+
+def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Any) -> int:
+    """Train into `directory` and write `run_end.json`, whatever happens."""
+    from unilab.event_log import Clock, EventLog
+    from unilab.provenance import command_facts, redact
+    from unilab.terminal import Scale, TerminalView
+
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    directory.write_config(config)
+    directory.write_command(command_facts(argv))
+    began, algo = time.monotonic(), config.algo
+    log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
+    title = f"{algo.algo} · {config.training.task_name}{' · SMOKE' if config.training.smoke else ''}"
+    rows = algo.batch_size * algo.updates_per_step
+    runner: Runner | None = None
+    status, error = COMPLETED, None  # type: str, BaseException | None
+    try:
+        with build() as runner, TerminalView(Scale(title, algo.max_iterations, algo.num_envs, rows)) as view:
+            directory.write_manifest(runner.manifest())
+            runner.run(log, view, directory)
+        log.close()
+    except KeyboardInterrupt as interrupt:
+        status, error = INTERRUPTED, interrupt
+    except Exception as failure:
+        status, error = FAILED, failure
+    directory.write_end(_end_facts(runner, log, status, error, time.monotonic() - began, redact))
+    return _conclude(config, directory, status, error)
+
+
+def _end_facts(
+    runner: Runner | None, log: Any, status: str, error: BaseException | None, wall_seconds: float, redact: Any
+) -> dict[str, Any]:
+    raised = None if error is None else {"type": type(error).__name__, "message": redact(str(error))}
+    return {
+        "status": status,
+        "final_env_steps": runner.env_steps if runner else 0,
+        "iterations": runner.iteration if runner else 0,
+        "event_count": log.count,
+        "wall_seconds": wall_seconds,
+        "startup_seconds": runner.startup_seconds if runner else None,
+        "exception": raised,
+    }
+
+
+def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: BaseException | None) -> int:
+    if status == COMPLETED:
+        print(f"completed {config.algo.max_iterations} iterations in {directory.path}")
+        if not config.training.no_play:
+            print("no video and no policy.onnx: playback and export are not part of this version")
+        return EXIT_OK
+    if status == INTERRUPTED:
+        print(f"interrupted; what was written stays in {directory.path}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    import traceback
+
+    traceback.print_exception(error)
+    print(f"train: the run failed: {error}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"train: {error}", file=sys.stderr)
+    return code
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
