@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+
+from unilab.physics.spec import ROBOTS, PhysicsSpec
+
+SPEC = PhysicsSpec(
+    scene="cart/scene_flat.xml",
+    timestep=0.01,
+    decimation=2,
+    profile="exact",
+    nq=7,
+    nv=6,
+    nu=2,
+    sensors=(("gyro", 3), ("foot_quat", 4)),
+    model_fields=(("kp", 2), ("kd", 2)),
+)
+
+
+def test_ingress_columns_follow_each_other_and_end_with_the_warnings() -> None:
+    assert SPEC.columns == {
+        "qpos": slice(0, 7),
+        "qvel": slice(7, 13),
+        "gyro": slice(13, 16),
+        "foot_quat": slice(16, 20),
+        "warnings": slice(20, 21),
+    }
+    assert list(SPEC.columns) == ["qpos", "qvel", "gyro", "foot_quat", "warnings"]
+    assert SPEC.width == 21
+
+
+def test_reset_columns() -> None:
+    assert SPEC.reset_columns == {"qpos": slice(0, 7), "qvel": slice(7, 13), "kp": slice(13, 15), "kd": slice(15, 17)}
+    assert SPEC.reset_width == 17
+
+
+def test_a_spec_without_sensors_and_fields() -> None:
+    bare = PhysicsSpec("cart/scene_flat.xml", 0.01, 2, "exact", 7, 6, 2, (), ())
+    assert (bare.width, bare.reset_width) == (14, 13)
+    assert bare.columns["warnings"] == slice(13, 14)
+
+
+def test_json_round_trip() -> None:
+    text = json.dumps(SPEC.to_json())
+    assert PhysicsSpec.from_json(json.loads(text)) == SPEC
+    assert hash(PhysicsSpec.from_json(json.loads(text))) == hash(SPEC)
+
+
+def test_robots_are_package_data() -> None:
+    assert (ROBOTS / "unitree_g1" / "scene_flat.xml").is_file()

@@ -1,0 +1,242 @@
+"""The CPU physics pool: many simulations of one robot, stepped by `mujoco.batch` on a list of CPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from unilab.physics.pinning import allowed_cpus, check_cpu_ids, confine, confine_process, thread_ids
+from unilab.physics.spec import KEEP, PROFILES, RESET, ROBOTS, SET_VELOCITY, PhysicsSpec
+
+try:
+    import mujoco
+except (AttributeError, OSError, RuntimeError) as error:
+    # mujoco loads a renderer at import and fails when MUJOCO_GL names one that is unknown or missing here.
+    if "MUJOCO_GL" not in os.environ:
+        raise
+    asked = os.environ["MUJOCO_GL"]
+    print(f"MUJOCO_GL={asked} does not work here ({error}); physics goes on without rendering", file=sys.stderr)
+    os.environ["MUJOCO_GL"] = "disable"
+    import mujoco
+
+    os.environ["MUJOCO_GL"] = asked
+from mujoco import batch as mujoco_batch
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Ids: TypeAlias = npt.NDArray[np.intp]
+
+# Warnings that mean the state of a simulation cannot be trusted; MuJoCo resets a simulation on these.
+BAD_PHYSICS = tuple(getattr(mujoco.mjtWarning, f"mjWARN_BAD{what}") for what in ("QPOS", "QVEL", "QACC"))
+
+# Solver paths. Sparse Jacobians without constraint islands give the same motion to round-off, faster for this size of
+# model; without warm start the same to the solver's tolerance.
+_EXACT_FLAGS = int(mujoco.mjtDisableBit.mjDSBL_ISLAND)
+_FAST_FLAGS = _EXACT_FLAGS | int(mujoco.mjtDisableBit.mjDSBL_WARMSTART)
+_DISABLED = {"reference": 0, "exact": _EXACT_FLAGS, "fast": _FAST_FLAGS}
+
+
+def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats) -> None:
+    batch.expand("actuator_gainprm")[ids, :, 0] = kp
+    batch.expand("actuator_biasprm")[ids, :, 1] = -kp
+
+
+def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats) -> None:
+    batch.expand("actuator_biasprm")[ids, :, 2] = -kd
+
+
+# Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
+# gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
+MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats], None]]] = {
+    "kp": ("nu", _write_kp),
+    "kd": ("nu", _write_kd),
+}
+
+
+class MujocoPool:
+    """`num_envs` simulations of one robot, their commands and their packed rows.
+
+    With `cpu_ids`, the calling thread is worker 0 on the first CPU, every further worker sits alone on one of the
+    following, and every other thread that runs already is confined to the list. A pool never has more workers than
+    simulations. Warnings of MuJoCo, which it would append to MUJOCO_LOG.TXT in the working folder, are counted in the
+    rows instead; this holds for the whole process unless it has a warning handler of its own.
+
+    Args:
+        spec: the robot, the timing and the columns.
+        num_envs: simulations, N.
+        cpu_ids: CPUs of the workers; None leaves placement to the system, on as many workers as there are allowed CPUs.
+
+    Attributes:
+        placement: kernel thread id and CPU (None when not pinned) of every worker.
+        mujoco_version: version of the engine.
+        failure: message of the last simulation in which the engine raised, or None.
+
+    Raises:
+        ValueError: if `num_envs`, `cpu_ids` or a field of `spec` does not fit the robot or this process.
+    """
+
+    def __init__(self, spec: PhysicsSpec, num_envs: int, cpu_ids: Sequence[int] | None = None) -> None:
+        if num_envs < 1:
+            raise ValueError(f"algo.num_envs={num_envs}; use 1 or more")
+        model = load_model(spec)
+        _check_layout(spec, model)
+        _silence_warnings()
+        self.mujoco_version: str = mujoco.__version__
+        self.failure: str | None = None
+        self._spec = spec
+        self._batch, self.placement = _start(model, num_envs, cpu_ids)
+        self._qpos, self._qvel, self._ctrl = (self._batch.bind(name) for name in ("qpos", "qvel", "ctrl"))
+        self._sensordata = self._batch.bind("sensordata")
+        self._counters = [self._batch.warning[:, int(kind), 1] for kind in BAD_PHYSICS]
+        self._failed = np.zeros(num_envs, bool)
+        self._default_state = _default_state(model)
+        self._sensor_index = _sensor_index(spec, model)
+        self._sensors = np.empty((num_envs, self._sensor_index.size))
+        self._columns, self._reset_columns = spec.columns, spec.reset_columns
+        self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
+
+    def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats) -> None:
+        """Take over one command; nothing is computed until the next `step`.
+
+        A reset leaves what mj_resetData leaves (time, warm start and applied forces zero), then the row's qpos, qvel
+        and model fields. A quaternion that went through float32 needs no care: the engine normalizes what it reads and
+        what it integrates.
+
+        Args:
+            ctrl: servo targets in radians, (N, nu).
+            codes: KEEP, RESET or SET_VELOCITY, (N,).
+            reset_rows: (N, spec.reset_width); only rows with a code other than KEEP are read.
+
+        Raises:
+            ValueError: if a code is unknown.
+        """
+        if ((codes < KEEP) | (codes > SET_VELOCITY)).any():
+            raise ValueError(f"row codes are {KEEP}, {RESET} and {SET_VELOCITY}, found {np.unique(codes).tolist()}")
+        resets = np.flatnonzero(codes == RESET)
+        if resets.size:
+            self._reset(resets, reset_rows[resets])
+        pushes = np.flatnonzero(codes == SET_VELOCITY)
+        if pushes.size:
+            self._qvel[pushes] = reset_rows[pushes, self._reset_columns["qvel"]]
+        self._ctrl[:] = ctrl
+
+    def step(self) -> None:
+        """Run one control step: `spec.decimation` physics steps with the controls held.
+
+        A simulation in which the engine raises keeps its state; its row says so in `warnings`.
+        """
+        try:
+            self._batch.step(nstep=self._spec.decimation)
+        except mujoco_batch.SimulationError as error:
+            self._failed[error.ids] = True
+            self.failure = str(error)
+
+    def pack(self, out: Floats) -> None:
+        """Write the ingress rows of all simulations.
+
+        Sensors are one physics step behind qpos and qvel, as mj_step leaves them. `warnings` counts the bad-physics
+        warnings since the last `pack`, plus one if the engine raised.
+
+        Args:
+            out: (N, spec.width), overwritten.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):  # a state that blew up may become infinite
+            out[:, self._columns["qpos"]] = self._qpos
+            out[:, self._columns["qvel"]] = self._qvel
+            np.take(self._sensordata, self._sensor_index, axis=1, out=self._sensors, mode="clip")
+            out[:, self._sensor_columns] = self._sensors
+        out[:, -1] = sum(self._counters, start=self._failed)
+        # Cleared, not subtracted: the reset on a bad state sets the engine's counter back to one.
+        self._batch.warning[:] = 0
+        self._failed[:] = False
+
+    def _reset(self, ids: Ids, rows: Floats) -> None:
+        columns = self._reset_columns
+        self._batch.state[ids] = self._default_state
+        self._qpos[ids] = rows[:, columns["qpos"]]
+        self._qvel[ids] = rows[:, columns["qvel"]]
+        for name, _ in self._spec.model_fields:
+            MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
+
+
+def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
+    """The robot's compiled scene with the step and solver options of `spec`.
+
+    Raises:
+        ValueError: if the scene, the profile or the timing is unknown or impossible.
+    """
+    if spec.profile not in PROFILES:
+        raise ValueError(f"env.physics_profile={spec.profile}; use one of {', '.join(PROFILES)}")
+    if spec.timestep <= 0 or spec.decimation < 1:
+        raise ValueError(f"timestep {spec.timestep} s and decimation {spec.decimation}: both must be positive")
+    path = ROBOTS / spec.scene
+    if not path.is_file():
+        scenes = sorted(str(scene.relative_to(ROBOTS)) for scene in ROBOTS.glob("*/scene*.xml"))
+        raise ValueError(f"no scene {spec.scene}; there are: {', '.join(scenes)}")
+    model = mujoco.MjModel.from_xml_path(str(path))
+    model.opt.timestep = spec.timestep
+    if spec.profile != "reference":
+        model.opt.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
+    model.opt.disableflags |= _DISABLED[spec.profile]
+    return model
+
+
+def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
+    for size in ("nq", "nv", "nu"):
+        if getattr(spec, size) != getattr(model, size):
+            raise ValueError(f"{size}={getattr(spec, size)}, but {spec.scene} has {getattr(model, size)}")
+    sensors = {model.sensor(i).name: int(model.sensor_dim[i]) for i in range(model.nsensor)}
+    fields = {name: int(getattr(model, size)) for name, (size, _) in MODEL_FIELDS.items()}
+    for kind, asked, known in (("sensor", spec.sensors, sensors), ("model field", spec.model_fields, fields)):
+        for name, width in asked:
+            if name not in known:
+                raise ValueError(f"no {kind} {name} in {spec.scene}; there are: {', '.join(known)}")
+            if width != known[name]:
+                raise ValueError(f"{kind} {name} has {known[name]} values in {spec.scene}, not {width}")
+
+
+def _sensor_index(spec: PhysicsSpec, model: mujoco.MjModel) -> Ids:
+    """Columns of sensordata, in the order of `spec.sensors`."""
+    columns = [np.arange(model.sensor(name).adr[0], model.sensor(name).adr[0] + dim) for name, dim in spec.sensors]
+    return np.concatenate([np.empty(0, np.intp), *columns]).astype(np.intp)
+
+
+def _default_state(model: mujoco.MjModel) -> npt.NDArray[np.float64]:
+    """The state row that mj_resetData leaves."""
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    state = np.empty(mujoco.mj_stateSize(model, kind))
+    mujoco.mj_getState(model, mujoco.MjData(model), state, kind)
+    return state
+
+
+def _start(
+    model: mujoco.MjModel, num_envs: int, cpu_ids: Sequence[int] | None
+) -> tuple[mujoco_batch.Batch, list[tuple[int, int | None]]]:
+    """Build the batch; returns it and its workers' threads and CPUs, the calling thread first."""
+    if cpu_ids is not None:
+        check_cpu_ids(cpu_ids)
+        confine_process(cpu_ids)  # the workers inherit it, so that they never run elsewhere
+    cpus: Sequence[int | None] = [None] * len(allowed_cpus()) if cpu_ids is None else cpu_ids
+    running = thread_ids()
+    batch = mujoco_batch.Batch(model, num_envs, nthread=min(len(cpus), num_envs))
+    workers = [threading.get_native_id(), *sorted(thread_ids() - running)]
+    placement = list(zip(workers, cpus, strict=False))
+    if cpu_ids is not None:
+        assert len(workers) == batch.nthread, f"{batch.nthread} workers, but {len(workers)} threads appeared"
+        for thread, cpu in zip(workers, cpu_ids, strict=False):
+            confine(thread, (cpu,))
+    return batch, placement
+
+
+def _silence_warnings() -> None:
+    if mujoco.get_mju_user_warning() is None:
+        mujoco.set_mju_user_warning(_ignore)
+
+
+def _ignore(message: str) -> None:
+    """The rows count warnings; the text adds nothing."""
