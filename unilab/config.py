@@ -26,6 +26,7 @@ ALGORITHMS = ("sac",)
 TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
+GROUPS = ("algo", "training", "env", "reward")
 
 
 @dataclass
@@ -138,6 +139,21 @@ def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> Run
     assert isinstance(config, RunConfig)
     for part in (config.algo, config.training, config.env, config.reward):
         part.validate()
+    return config
+
+
+def restore_config(values: dict[str, Any]) -> RunConfig:
+    """The configuration that a `config.json` holds.
+
+    Raises:
+        ValueError: if it does not fit this version's schema.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), {k: v for k, v in values.items() if k in GROUPS})
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the saved configuration does not fit this version: {_one_line(error)}") from None
+    assert isinstance(config, RunConfig)
     return config
 
 
