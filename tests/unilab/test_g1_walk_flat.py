@@ -96,6 +96,11 @@ def test_environments_must_be_positive() -> None:
         build(0)
 
 
+def test_profiles_are_checked_by_name() -> None:
+    with pytest.raises(ValueError, match="physics_profile=quick; use one of reference, exact, fast"):
+        G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), 1, CPU, "quick")
+
+
 # --- rewards ---------------------------------------------------------------------------------------------------------
 
 

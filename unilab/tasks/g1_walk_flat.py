@@ -10,15 +10,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
-import mujoco  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from unilab.physics.spec import ROBOTS, PhysicsSpec
+from unilab.physics.mujoco_pool import load_model
+from unilab.physics.spec import PhysicsSpec
 from unilab.tasks.g1_walk_flat_config import NOISY, NUM_JOINTS, OBSERVATION, G1WalkFlatConfig, G1WalkFlatRewards
 
 __all__ = ["G1WalkFlat", "G1WalkFlatConfig", "G1WalkFlatRewards"]
+
+if TYPE_CHECKING:
+    import mujoco
 
 SCENE = "unitree_g1/scene_flat.xml"
 KEYFRAME = "stand"
@@ -63,7 +67,7 @@ class G1WalkFlat:
         kd: (29,) nominal actuator damping, N m s / rad.
 
     Raises:
-        ValueError: if a number is out of bounds.
+        ValueError: if a number is out of bounds or the profile unknown.
     """
 
     obs_dim = sum(width for _, width in OBSERVATION[:-1])
@@ -92,8 +96,9 @@ class G1WalkFlat:
         self.max_episode_steps = env.max_episode_steps
         self.initial_penalty_scale = env.penalty_scale_initial
         self.curriculum_window = max(1, int(env.penalty_window_at_4096_envs * num_envs / 4096))
-        model = mujoco.MjModel.from_xml_path(str(ROBOTS / SCENE))
-        self.spec = _spec(model, env, physics_profile)
+        self.spec = _spec(env, physics_profile)
+        model = load_model(self.spec)
+        assert (model.nq, model.nv, model.nu) == (self.spec.nq, self.spec.nv, self.spec.nu)
         self._place_robot(model)
         self._place_numbers(reward)
 
@@ -117,6 +122,8 @@ class G1WalkFlat:
 
     def _site_in_pelvis(self, model: mujoco.MjModel, site: str) -> tuple[Tensor, Tensor]:
         """Rotation (3, 3) of site axes and position (3,) of the site in the pelvis frame, at the default pose."""
+        import mujoco  # only now: `load_model`'s module copes with a MUJOCO_GL that does not work here
+
         data = mujoco.MjData(model)
         mujoco.mj_resetDataKeyframe(model, data, model.key(KEYFRAME).id)
         mujoco.mj_kinematics(model, data)
@@ -290,17 +297,15 @@ class G1WalkFlat:
         return changed.clamp(config.penalty_scale_min, config.penalty_scale_max)
 
 
-def _spec(model: mujoco.MjModel, env: G1WalkFlatConfig, profile: str) -> PhysicsSpec:
-    assert model.nu == NUM_JOINTS
-    assert all(model.sensor(name).dim[0] == width for name, width in SENSORS)
+def _spec(env: G1WalkFlatConfig, profile: str) -> PhysicsSpec:
     return PhysicsSpec(
         scene=SCENE,
         timestep=env.sim_dt,
         decimation=env.decimation,
         profile=profile,
-        nq=model.nq,
-        nv=model.nv,
-        nu=model.nu,
+        nq=7 + NUM_JOINTS,
+        nv=6 + NUM_JOINTS,
+        nu=NUM_JOINTS,
         sensors=SENSORS,
         model_fields=(("kp", NUM_JOINTS), ("kd", NUM_JOINTS)),
     )
