@@ -38,10 +38,10 @@ def test_both_are_omegaconf_schemas() -> None:
         ({"sim_dt": 0.0}, "ctrl_dt must be a whole number"),
         ({"sim_dt": 0.05}, "ctrl_dt must be a whole number"),
         ({"max_episode_seconds": -20.0}, "max_episode_seconds must be a whole number"),
-        ({"gait_frequency": math.nan}, "gait_frequency must be finite, not nan"),
-        ({"tracking_sigma": 0.0}, "tracking_sigma must be positive, not 0.0"),
-        ({"swing_height": -0.1}, "swing_height must be at least 0, not -0.1"),
-        ({"command_velocity_x": [1.0, -0.6]}, r"command_velocity_x must be \[low, high\].*not \[1.0, -0.6\]"),
+        ({"gait_frequency": math.nan}, "gait_frequency must be finite, got nan"),
+        ({"tracking_sigma": 0.0}, "tracking_sigma must be positive, got 0.0"),
+        ({"swing_height": -0.1}, "swing_height must be at least 0, got -0.1"),
+        ({"command_velocity_x": [1.0, -0.6]}, r"command_velocity_x must be \[low, high\].*got \[1.0, -0.6\]"),
         ({"reset_yaw": [0.0]}, "reset_yaw must be"),
         ({"gain_scale": [0.0, 1.0]}, "gain_scale must be positive"),
         ({"pose_weights": [1.0] * 28}, "pose_weights must be 29 numbers"),
@@ -49,7 +49,7 @@ def test_both_are_omegaconf_schemas() -> None:
         ({"observation_noise": {"joint_pos": 0.01}}, "observation_noise must be one number for each of joint_pos"),
         ({"observation_noise": {"joint_pos": 0.01, "joint_vel": -1.0}}, "observation_noise must be at least 0"),
         ({"observation_scales": {"joint_pos": 1.0}}, "observation_scales must be one number for each"),
-        ({"penalty_scale_initial": 0.5}, r"penalty_scale_initial must be within \[0.0625, 0.125\], not 0.5"),
+        ({"penalty_scale_initial": 0.5}, r"penalty_scale_initial must be within \[0.0625, 0.125\], got 0.5"),
         ({"penalty_scale_degree": 1.0}, "penalty_scale_degree must be"),
         ({"penalty_down_below_steps": 800.0}, "penalty_down_below_steps must be at most penalty_up_above_steps=750"),
         ({"penalty_window_at_4096_envs": 0}, "penalty_window_at_4096_envs must be positive"),
@@ -61,5 +61,5 @@ def test_bad_values_are_refused_by_name(changes: dict[str, Any], message: str) -
 
 
 def test_infinite_reward_weight_is_refused() -> None:
-    with pytest.raises(ValueError, match="alive must be finite, not inf"):
+    with pytest.raises(ValueError, match="alive must be finite, got inf"):
         G1WalkFlatRewards(alive=math.inf).validate()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+from unilab.validation import require
+
 NUM_JOINTS = 29
 # Observation terms in column order; the policy sees all but the last.
 OBSERVATION = (
@@ -112,19 +114,19 @@ class G1WalkFlatConfig:
         Raises:
             ValueError: naming the field and what it holds.
         """
-        _check_finite(self)
+        _check_finite(self, "env")
         _check_timing(self)
         for name in POSITIVE:
-            _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+            require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
         for name in NOT_NEGATIVE:
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            require(getattr(self, name) >= 0, f"env.{name}", "at least 0", getattr(self, name))
         for name in RANGES:
             pair = getattr(self, name)
-            _require(len(pair) == 2 and pair[0] <= pair[1], name, pair, "[low, high] with low <= high")
-        _require(self.gain_scale[0] > 0, "gain_scale", self.gain_scale, "positive")
+            require(len(pair) == 2 and pair[0] <= pair[1], f"env.{name}", "[low, high] with low <= high", pair)
+        require(self.gain_scale[0] > 0, "env.gain_scale", "positive", self.gain_scale)
         weights = self.pose_weights
-        _require(len(weights) == NUM_JOINTS, "pose_weights", weights, f"{NUM_JOINTS} numbers, one per joint")
-        _require(self.max_tilt_degrees <= 180, "max_tilt_degrees", self.max_tilt_degrees, "at most 180")
+        require(len(weights) == NUM_JOINTS, "env.pose_weights", f"{NUM_JOINTS} numbers, one per joint", weights)
+        require(self.max_tilt_degrees <= 180, "env.max_tilt_degrees", "at most 180", self.max_tilt_degrees)
         _check_terms(self)
         _check_curriculum(self)
 
@@ -172,20 +174,15 @@ class G1WalkFlatRewards:
         Raises:
             ValueError: naming the field and what it holds.
         """
-        _check_finite(self)
+        _check_finite(self, "reward")
 
 
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-
-
-def _check_finite(config: G1WalkFlatConfig | G1WalkFlatRewards) -> None:
+def _check_finite(config: G1WalkFlatConfig | G1WalkFlatRewards, group: str) -> None:
     for entry in fields(config):
         value = getattr(config, entry.name)
         numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         finite = all(math.isfinite(number) for number in numbers if isinstance(number, int | float))
-        _require(finite, entry.name, value, "finite")
+        require(finite, f"{group}.{entry.name}", "finite", value)
 
 
 def _check_timing(config: G1WalkFlatConfig) -> None:
@@ -193,7 +190,7 @@ def _check_timing(config: G1WalkFlatConfig) -> None:
         long, short = getattr(config, longer), getattr(config, shorter)
         ratio = long / short if short > 0 else 0.0
         whole = ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
-        _require(whole, longer, long, f"a whole number of {shorter} steps of {short!r} s")
+        require(whole, f"env.{longer}", f"a whole number of {shorter} steps of {short!r} s", long)
 
 
 def _check_terms(config: G1WalkFlatConfig) -> None:
@@ -202,15 +199,15 @@ def _check_terms(config: G1WalkFlatConfig) -> None:
         ("observation_scales", config.observation_scales, names),
         ("observation_noise", config.observation_noise, list(NOISY)),
     ):
-        _require(set(value) == set(wanted), key, value, f"one number for each of {', '.join(wanted)}")
+        require(set(value) == set(wanted), f"env.{key}", f"one number for each of {', '.join(wanted)}", value)
     noise = config.observation_noise
-    _require(min(noise.values()) >= 0, "observation_noise", noise, "at least 0")
+    require(min(noise.values()) >= 0, "env.observation_noise", "at least 0", noise)
 
 
 def _check_curriculum(config: G1WalkFlatConfig) -> None:
     low, first, high = config.penalty_scale_min, config.penalty_scale_initial, config.penalty_scale_max
-    _require(low <= first <= high, "penalty_scale_initial", first, f"within [{low!r}, {high!r}]")
+    require(low <= first <= high, "env.penalty_scale_initial", f"within [{low!r}, {high!r}]", first)
     degree = config.penalty_scale_degree
-    _require(0 <= degree < 1, "penalty_scale_degree", degree, "at least 0 and below 1")
+    require(0 <= degree < 1, "env.penalty_scale_degree", "at least 0 and below 1", degree)
     down, up = config.penalty_down_below_steps, config.penalty_up_above_steps
-    _require(down <= up, "penalty_down_below_steps", down, f"at most penalty_up_above_steps={up!r}")
+    require(down <= up, "env.penalty_down_below_steps", f"at most penalty_up_above_steps={up!r}", down)
