@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +109,9 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
     from unilab.state import StateRegistry
     from unilab.tasks.g1_walk_flat import G1WalkFlat
 
-    config.env.observation_noise = dict.fromkeys(config.env.observation_noise, 0.0)
+    env = replace(config.env, observation_noise=dict.fromkeys(config.env.observation_noise, 0.0))
     device = torch.device("cpu")
-    task = G1WalkFlat(config.env, config.reward, episodes, device, config.env.physics_profile)
+    task = G1WalkFlat(env, config.reward, episodes, device, env.physics_profile)
     generator = torch.Generator().manual_seed(config.algo.seed)
     environment = Environment(task, episodes, device, generator, StateRegistry())
     environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])
