@@ -1,0 +1,89 @@
+"""Reads the JSON files that a run leaves beside its events, as far as measuring needs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+
+from repro.events import Reason, Refusal
+from unilab.names import COMPLETED, RUN_END_FILE
+
+
+class RunEnd(BaseModel):
+    """`run_end.json`, which a run writes last; fields that the suite does not read are passed over."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    schema_version: Literal[1]
+    status: Literal["completed", "failed", "interrupted"]
+    final_env_steps: NonNegativeInt
+    event_count: NonNegativeInt
+    startup_seconds: FiniteFloat | None = Field(ge=0)
+
+
+def read_run_end(run_dir: Path, required: bool) -> RunEnd | None:
+    """Read `run_end.json`; with `required` its absence or another status than completed is refused.
+
+    Raises:
+        Refusal: `missing_run_end`, `run_failed` or `damaged_file`.
+    """
+    path = run_dir / RUN_END_FILE
+    if not path.exists():
+        if required:
+            raise Refusal(Reason.MISSING_RUN_END, f"{run_dir} has no {RUN_END_FILE}: the run did not end; run it again")
+        return None
+    try:
+        end = RunEnd.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise Refusal(Reason.DAMAGED_FILE, f"{path}: {field}: {first['msg']}; run it again") from error
+    if required and end.status != COMPLETED:
+        raise Refusal(
+            Reason.RUN_FAILED, f"{path} says the run is {end.status}; only completed runs are measured, run it again"
+        )
+    return end
+
+
+def read_progress(path: Path) -> dict[int, float]:
+    """Monotonic seconds by env step from `progress.jsonl`; a last line without its newline was cut and is left out.
+
+    Raises:
+        Refusal: `damaged_file`.
+    """
+    monotonic: dict[int, float] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line)
+            monotonic[int(entry["env_steps"])] = float(entry["monotonic_s"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise Refusal(
+                Reason.DAMAGED_FILE, f"{path}: line {number} is no progress entry ({error!r}); run it again"
+            ) from error
+    return monotonic
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object, empty where there is no file.
+
+    Raises:
+        Refusal: `damaged_file`.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Refusal(Reason.DAMAGED_FILE, f"{path} is no JSON ({error}); run it again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def find_integer(content: Mapping[str, Any], section: str, key: str) -> int | None:
+    """The integer at `content[section][key]`, or None where there is none."""
+    inner = content.get(section)
+    value = inner.get(key) if isinstance(inner, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

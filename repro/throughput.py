@@ -1,0 +1,369 @@
+"""Turns the events of one run into the numbers that may be published, or refuses.
+
+The main metric is the difference of cumulative global env steps over the difference of wall time between the first and
+the last event of the tail (by default the last half of the events, so that start-up and compilation stay outside).
+It never uses a logged rate: those are float32 means of per-iteration rates and lie above it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
+from repro.run_files import RunEnd, find_integer, read_json, read_progress, read_run_end
+from unilab.names import (
+    COMPLETED,
+    CONFIG_FILE,
+    EXPOSED_MS,
+    LEARNING_TIME,
+    MANIFEST_FILE,
+    MEAN_EPISODE_LENGTH,
+    MEAN_REWARD,
+    PHYSICS_FRACTION,
+    PROGRESS_FILE,
+    RUN_END_FILE,
+    TOTAL_FPS,
+    TRAIN_ITERATION,
+)
+
+SENSITIVITY_TAILS = (0.25, 0.5, 0.75)
+CLOCK_TOLERANCE = 0.01  # relative difference of wall and monotonic time over the window
+GAP_FACTOR = 10.0  # an interval this many times the median one is reported
+_LOSSES = "Loss/"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The first and last event between which a rate is measured; indices count from 0, times are s since 1970."""
+
+    first_index: int
+    last_index: int
+    first_step: int
+    last_step: int
+    first_time: float
+    last_time: float
+
+    @property
+    def points(self) -> int:
+        """Events inside, both ends included; there is one interval less."""
+        return self.last_index - self.first_index + 1
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds between the two events."""
+        return self.last_time - self.first_time
+
+    @property
+    def steps_per_second(self) -> float:
+        """Global env steps per wall second."""
+        return (self.last_step - self.first_step) / self.seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Throughput:
+    """What one run says about speed.
+
+    Attributes:
+        tag: the tag whose events were used.
+        tail: fraction of the events in the window.
+        steps_per_second: the main metric, global env steps per wall second over the window.
+        points: events of the tag in the whole file.
+        window: where the main metric was measured.
+        tail_mean: arithmetic mean of the tag's values over the window; a mean of logged rates, not the main metric.
+        tail_median: their median, middle values averaged.
+        tail_p90: their 90th percentile, linearly interpolated.
+        window_sensitivity: the main metric for other tails; None where a tail holds fewer than two events.
+        physics_fraction: tail mean of the share of the tick spent inside physics, or None without the tag.
+        exposed_ms: tail mean of the tick's time outside physics in ms, or None without the tag.
+        learner_cycle_ms: tail mean of the update phase's device time in ms, or None without the tag.
+        learner_rows_per_second: replay rows consumed by all learners per wall second, or None when the run directory
+            does not say the batch size, updates and ranks.
+        mean_reward: last value, or None without the tag or before the first finished episode.
+        mean_episode_length: last value in control steps, or None likewise.
+        startup_seconds: process start to first training iteration from `run_end.json`, or None.
+        notes: what a reader must know beside the number, one line each.
+        steps: cumulative env steps of every point, `(N,)`.
+        seconds: wall seconds of every point since the first, `(N,)`.
+        rates: env steps per second of every interval, `(N - 1,)`.
+    """
+
+    tag: str
+    tail: float
+    steps_per_second: float
+    points: int
+    window: Window
+    tail_mean: float
+    tail_median: float
+    tail_p90: float
+    window_sensitivity: dict[float, float | None]
+    physics_fraction: float | None
+    exposed_ms: float | None
+    learner_cycle_ms: float | None
+    learner_rows_per_second: float | None
+    mean_reward: float | None
+    mean_episode_length: float | None
+    startup_seconds: float | None
+    notes: list[str]
+    steps: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    rates: NDArray[np.float64]
+
+
+def measure(
+    run_dir: Path, tail: float = 0.5, tag: str = TOTAL_FPS, min_points: int = 20, require_run_end: bool = True
+) -> Throughput:
+    """Measure one run.
+
+    Args:
+        run_dir: directory with exactly one event file.
+        tail: fraction of the events to measure over; N events give the window from index floor(N (1 - tail)) on.
+        tag: whose events give steps and times.
+        min_points: fewest events of the tag in the file.
+        require_run_end: refuse a run that did not end well. Switch it off for directories of other programs; then
+            what is missing is noted instead.
+
+    Raises:
+        Refusal: whenever no number may be given; its code says why.
+        ValueError: if `tail` is not in (0, 1] or `min_points` is below 2.
+    """
+    if not 0.0 < tail <= 1.0:
+        raise ValueError(f"tail must be above 0 and at most 1, got {tail}")
+    if min_points < 2:
+        raise ValueError(f"min_points must be at least 2, got {min_points}")
+    find_event_file(run_dir)
+    end = read_run_end(run_dir, require_run_end)
+    log = read_events(run_dir)
+    series = _choose_series(log, tag, min_points)
+    _check_order(log, series, tag)
+    window = _window(log, series, tag, tail)
+    _check_finite(log, window, tag, losses=require_run_end)
+    notes = [
+        *_check_end(log, series, end, require_run_end),
+        *_check_clock(run_dir, window, require_run_end),
+        *_gap_notes(series, window),
+        *_sparse_notes(log, window),
+    ]
+    return _throughput(run_dir, log, series, window, tag, tail, end, notes)
+
+
+def _throughput(
+    run_dir: Path,
+    log: EventLog,
+    series: Series,
+    window: Window,
+    tag: str,
+    tail: float,
+    end: RunEnd | None,
+    notes: list[str],
+) -> Throughput:
+    values = series.values[window.first_index :]
+    learning_seconds = _tail_mean(log, LEARNING_TIME, window)
+    return Throughput(
+        tag=tag,
+        tail=tail,
+        steps_per_second=window.steps_per_second,
+        points=len(series.steps),
+        window=window,
+        tail_mean=float(np.mean(values)),
+        tail_median=float(np.median(values)),
+        tail_p90=float(np.percentile(values, 90)),
+        window_sensitivity=_sensitivity(series),
+        physics_fraction=_tail_mean(log, PHYSICS_FRACTION, window),
+        exposed_ms=_tail_mean(log, EXPOSED_MS, window),
+        learner_cycle_ms=None if learning_seconds is None else 1e3 * learning_seconds,
+        learner_rows_per_second=_learner_rows_per_second(run_dir, log, window),
+        mean_reward=_last(log, MEAN_REWARD),
+        mean_episode_length=_last(log, MEAN_EPISODE_LENGTH),
+        startup_seconds=None if end is None else end.startup_seconds,
+        notes=notes,
+        steps=series.steps,
+        seconds=series.wall_times - series.wall_times[0],
+        rates=np.diff(series.steps) / np.diff(series.wall_times),
+    )
+
+
+def _choose_series(log: EventLog, tag: str, min_points: int) -> Series:
+    series = log.scalars.get(tag)
+    if series is None:
+        near = get_close_matches(tag, log.scalars, n=3, cutoff=0.0)
+        offered = f"nearest are {', '.join(near)}" if near else "it has no scalars at all"
+        raise Refusal(Reason.MISSING_TAG, f"{log.path} has no scalar {tag}; {offered}; choose another tag")
+    if len(series.steps) < min_points:
+        raise Refusal(
+            Reason.TOO_FEW_POINTS,
+            f"{log.path} has {len(series.steps)} points of {tag}, fewer than {min_points}; run more iterations",
+        )
+    return series
+
+
+def _check_order(log: EventLog, series: Series, tag: str) -> None:
+    steps = np.flatnonzero(np.diff(series.steps) <= 0)
+    if steps.size:
+        i = int(steps[0])
+        raise Refusal(
+            Reason.STEPS_NOT_INCREASING,
+            f"{log.path}: {tag} has step {series.steps[i]} at point {i} and {series.steps[i + 1]} at the next; "
+            "steps must grow, so this is not one run",
+        )
+    times = np.flatnonzero(~(np.diff(series.wall_times) > 0))  # written so that NaN counts as not growing
+    if times.size:
+        i = int(times[0])
+        raise Refusal(
+            Reason.TIME_NOT_INCREASING,
+            f"{log.path}: {tag} has wall time {series.wall_times[i]:.6f} at point {i} and "
+            f"{series.wall_times[i + 1]:.6f} at the next; the clock was set back, run it again",
+        )
+
+
+def _first_index(count: int, tail: float) -> int:
+    """floor(count (1 - tail)), exact in the decimal digits that the user typed: tail 0.9 of 10 points begins at 1."""
+    return math.floor(count * (1 - Fraction(str(tail))))
+
+
+def _span(series: Series, tail: float) -> Window | None:
+    """The window of a tail, or None where it holds fewer than two points."""
+    last = len(series.steps) - 1
+    first = _first_index(last + 1, tail)
+    if first >= last:
+        return None
+    steps, times = series.steps, series.wall_times
+    return Window(first, last, int(steps[first]), int(steps[last]), float(times[first]), float(times[last]))
+
+
+def _window(log: EventLog, series: Series, tag: str, tail: float) -> Window:
+    window = _span(series, tail)
+    if window is None:
+        raise Refusal(
+            Reason.TOO_FEW_POINTS,
+            f"{log.path}: a tail of {tail} holds fewer than two of the {len(series.steps)} points of {tag}; "
+            "take a larger tail",
+        )
+    return window
+
+
+def _sensitivity(series: Series) -> dict[float, float | None]:
+    windows = {tail: _span(series, tail) for tail in SENSITIVITY_TAILS}
+    return {tail: window.steps_per_second if window else None for tail, window in windows.items()}
+
+
+def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None:
+    """Refuse non-finite tail values of all tags that become numbers, and of losses: a diverged run does other work."""
+    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME, TRAIN_ITERATION]
+    if losses:
+        reported += sorted(name for name in log.scalars if name.startswith(_LOSSES))
+    for name in reported:
+        steps, values = _tail(log, name, window)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size:
+            raise Refusal(
+                Reason.NON_FINITE,
+                f"{log.path}: {name} is {values[bad[0]]} at step {steps[bad[0]]} and at {bad.size - 1} more points of "
+                "the tail; look into the training before measuring it",
+            )
+
+
+def _check_end(log: EventLog, series: Series, end: RunEnd | None, required: bool) -> list[str]:
+    """Compare the events with the run's own account; a cut tail explains exactly one missing record."""
+    notes = []
+    if log.scan.cut_tail:
+        notes.append(f"the last record of the event file is cut at byte {log.scan.cut_offset} and was left out")
+    if end is None:
+        return [*notes, f"no {RUN_END_FILE}: nothing says that the run is complete"]
+    if end.status != COMPLETED:
+        notes.append(f"{RUN_END_FILE} says the run is {end.status}")
+    found = log.summaries + log.scan.cut_tail
+    if found != end.event_count:
+        what = f"{log.path} holds {log.summaries} summaries and {RUN_END_FILE} counted {end.event_count}"
+        if required:
+            raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; events were lost or added, copy or run it again")
+        notes.append(what)
+    if not log.scan.cut_tail and int(series.steps[-1]) != end.final_env_steps:
+        notes.append(f"the last event is at step {series.steps[-1]}, the run ended at {end.final_env_steps}")
+    return notes
+
+
+def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
+    """Compare the window's wall time with the monotonic clock of `progress.jsonl`, where there is one."""
+    path = run_dir / PROGRESS_FILE
+    if not path.exists():
+        return [f"no {PROGRESS_FILE}: the wall clock was not checked"]
+    monotonic = read_progress(path)
+    first, last = monotonic.get(window.first_step), monotonic.get(window.last_step)
+    if first is None or last is None:
+        what = f"{path} lacks env step {window.first_step if first is None else window.last_step} of the event file"
+        if required:
+            raise Refusal(Reason.PROGRESS_MISMATCH, f"{what}; the files are not of one run, run it again")
+        return [f"{what}: the wall clock was not checked"]
+    seconds = last - first
+    if not abs(window.seconds - seconds) <= CLOCK_TOLERANCE * seconds:
+        raise Refusal(
+            Reason.CLOCK_STEP,
+            f"{run_dir}: the wall clock stepped during the run: the window took {window.seconds:.3f} s by it and "
+            f"{seconds:.3f} s by the monotonic clock; run it again",
+        )
+    return []
+
+
+def _gap_notes(series: Series, window: Window) -> list[str]:
+    intervals = np.diff(series.wall_times[window.first_index :])
+    median = float(np.median(intervals))
+    longest = int(np.argmax(intervals))
+    if intervals[longest] <= GAP_FACTOR * median:
+        return []
+    return [
+        f"a gap of {intervals[longest]:.3f} s after env step {series.steps[window.first_index + longest]}, "
+        f"{intervals[longest] / median:.0f} times the median interval and {intervals[longest] / window.seconds:.1%} "
+        "of the window"
+    ]
+
+
+def _sparse_notes(log: EventLog, window: Window) -> list[str]:
+    """A tag that is logged for a part of the window only is a mean over that part; say so."""
+    notes = []
+    for name in (PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME):
+        count = len(_tail(log, name, window)[0])
+        if name in log.scalars and count != window.points:
+            notes.append(f"{name} has {count} points in the window of {window.points}")
+    return notes
+
+
+def _tail(log: EventLog, name: str, window: Window) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Steps and values of a tag from the window's first step on; empty without the tag."""
+    series = log.scalars.get(name)
+    if series is None:
+        return np.empty(0, np.int64), np.empty(0, np.float64)
+    inside = series.steps >= window.first_step
+    return series.steps[inside], series.values[inside]
+
+
+def _tail_mean(log: EventLog, name: str, window: Window) -> float | None:
+    values = _tail(log, name, window)[1]
+    return float(np.mean(values)) if values.size else None
+
+
+def _last(log: EventLog, name: str) -> float | None:
+    series = log.scalars.get(name)
+    if series is None or not math.isfinite(series.values[-1]):
+        return None
+    return float(series.values[-1])
+
+
+def _learner_rows_per_second(run_dir: Path, log: EventLog, window: Window) -> float | None:
+    """Batch of one update x updates of an iteration x ranks x iterations of the window / its wall seconds."""
+    config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
+    batch_size = find_integer(config, "algo", "batch_size")
+    updates = find_integer(config, "algo", "updates_per_step")
+    ranks = find_integer(manifest, "dp_sync", "world_size")
+    steps, values = _tail(log, TRAIN_ITERATION, window)
+    iterations = dict(zip(steps.tolist(), values.tolist(), strict=True))
+    first, last = iterations.get(window.first_step), iterations.get(window.last_step)
+    if batch_size is None or updates is None or ranks is None or first is None or last is None:
+        return None
+    return float(batch_size * updates * ranks * (last - first) / window.seconds)

@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_trainer import MODES, WALL_START, scalar_event, write_events
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event
+
+from repro.events import Reason, Refusal, Series
+from repro.throughput import _first_index, _span, measure
+from unilab import names
+
+FakeRun = Callable[..., Path]
+# Ten events, 100 env steps and mostly one second apart; the fifth interval lasts two seconds.
+STEPS = [100 * (i + 1) for i in range(10)]
+TIMES = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+FPS = [500.0, 400.0, 300.0, 200.0, 100.0, 50.0, 100.0, 110.0, 120.0, 70.0]
+
+
+def write_points(
+    run_dir: Path, steps: list[int] = STEPS, times: list[float] = TIMES, values: list[float] = FPS, tag: str = "a/rate"
+) -> Path:
+    """A TensorBoard folder of another program: one tag, no other file."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    points = zip(steps, times, values, strict=True)
+    events = [scalar_event(step, WALL_START + time, {tag: value}) for step, time, value in points]
+    write_events(run_dir / "events.out.tfevents.1.host", events)
+    return run_dir
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def refusal(run_dir: Path, **options: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        measure(run_dir, **options)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_the_main_metric_by_hand(tmp_path: Path) -> None:
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    # Index 5 to 9: 400 steps in 4 s; the slow interval before it and the logged values do not count.
+    assert found.steps_per_second == 100.0
+    assert (found.window.first_index, found.window.last_index, found.window.points) == (5, 9, 5)
+    assert (found.window.first_step, found.window.last_step) == (600, 1000)
+    assert (found.window.first_time, found.window.last_time) == (WALL_START + 6.0, WALL_START + 10.0)
+    assert found.points == 10
+
+
+def test_statistics_of_the_logged_values_by_hand(tmp_path: Path) -> None:
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    # Tail values 50, 100, 110, 120, 70; the 90th percentile lies at 0.9 * 4 = 3.6 of 50, 70, 100, 110, 120.
+    assert (found.tail_mean, found.tail_median) == (90.0, 100.0)
+    assert found.tail_p90 == pytest.approx(116.0)
+
+
+def test_window_sensitivity_and_points_by_hand(tmp_path: Path) -> None:
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    # Tails of 25, 50 and 75 % begin at index 7, 5 and 2: 200 / 2, 400 / 4, 700 / 8.
+    assert found.window_sensitivity == {0.25: 100.0, 0.5: 100.0, 0.75: 87.5}
+    assert found.steps.tolist() == STEPS
+    assert found.seconds.tolist() == TIMES
+    assert found.rates.tolist() == [100.0] * 4 + [50.0] + [100.0] * 4
+
+
+@pytest.mark.parametrize(("count", "first"), [(20, 10), (21, 10), (1000, 500), (1001, 500)])
+def test_half_of_the_events_begins_at_the_rounded_down_half(tmp_path: Path, count: int, first: int) -> None:
+    write_points(tmp_path, list(range(count)), [float(i) for i in range(count)], [1.0] * count)
+    window = measure(tmp_path, tag="a/rate", require_run_end=False).window
+    assert (window.first_index, window.points) == (first, count - first)
+
+
+@pytest.mark.parametrize(
+    ("count", "tail", "first"), [(10, 0.9, 1), (10, 0.1, 9), (10, 1.0, 0), (30, 0.7, 9), (7, 0.3, 4)]
+)
+def test_tails_are_taken_in_decimal(count: int, tail: float, first: int) -> None:
+    assert _first_index(count, tail) == first  # 10 * (1 - 0.9) is 0.9999999999999998 in binary
+
+
+@given(count=st.integers(2, 5000), tail=st.floats(0.001, 1.0))
+def test_any_window_of_a_constant_rate_gives_that_rate(count: int, tail: float) -> None:
+    steps = np.arange(count, dtype=np.int64) * 2048
+    window = _span(Series(steps, steps / 4096.0, np.ones(count)), tail)
+    if window is None:
+        assert count * tail < 2
+    else:
+        assert window.steps_per_second == 4096.0
+        assert window.points == pytest.approx(count * tail, abs=1)
+
+
+def test_a_complete_run(fake_run: FakeRun) -> None:
+    found = measure(fake_run(rate=25_000.0, iterations=100, num_envs=16, batch_size=64, updates_per_step=8))
+    assert found.steps_per_second == pytest.approx(25_000.0, rel=1e-5)
+    assert list(found.window_sensitivity.values()) == pytest.approx([25_000.0] * 3, rel=1e-5)
+    assert found.tail_mean == pytest.approx(1.08 * 25_000.0, rel=0.01)
+    assert found.physics_fraction == pytest.approx(0.9)
+    assert found.exposed_ms == pytest.approx(100.0 * 16 / 25_000.0)
+    assert found.learner_cycle_ms == pytest.approx(0.3 * 1e3 * 16 / 25_000.0)
+    # 64 rows x 8 updates in each iteration, which takes 16 / 25,000 s.
+    assert found.learner_rows_per_second == pytest.approx(64 * 8 / (16 / 25_000.0), rel=1e-5)
+    assert found.mean_reward == pytest.approx(-2.0 + 20.0 * 0.99)
+    assert found.mean_episode_length == pytest.approx(20.0 + 80.0 * 0.99)
+    assert found.startup_seconds == 3.5
+    assert found.notes == []
+
+
+def test_rows_count_all_ranks(fake_run: FakeRun) -> None:
+    one, two = measure(fake_run("one")), measure(fake_run("two", world_size=2))
+    assert one.learner_rows_per_second is not None
+    assert two.learner_rows_per_second == pytest.approx(one.learner_rows_per_second, rel=1e-4)
+    assert two.window.last_step == 2 * one.window.last_step  # equal steps/s of twice the environments
+
+
+def test_rates_come_from_steps_and_time_even_where_logged_values_lie(fake_run: FakeRun) -> None:
+    run_dir = fake_run(rate=25_000.0, tags={names.TOTAL_FPS: 1e9})
+    assert measure(run_dir).steps_per_second == pytest.approx(25_000.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tag", "attribute"),
+    [
+        (names.PHYSICS_FRACTION, "physics_fraction"),
+        (names.EXPOSED_MS, "exposed_ms"),
+        (names.LEARNING_TIME, "learner_cycle_ms"),
+        (names.TRAIN_ITERATION, "learner_rows_per_second"),
+        (names.MEAN_REWARD, "mean_reward"),
+        (names.MEAN_EPISODE_LENGTH, "mean_episode_length"),
+    ],
+)
+def test_an_absent_tag_gives_none_not_zero(fake_run: FakeRun, tag: str, attribute: str) -> None:
+    assert getattr(measure(fake_run(tags={tag: None})), attribute) is None
+
+
+@pytest.mark.parametrize("lost", [names.CONFIG_FILE, names.MANIFEST_FILE])
+def test_rows_need_the_sizes_of_the_run(fake_run: FakeRun, lost: str) -> None:
+    run_dir = fake_run()
+    (run_dir / lost).unlink()
+    assert measure(run_dir).learner_rows_per_second is None
+
+
+def test_reward_before_the_first_finished_episode_is_none(fake_run: FakeRun) -> None:
+    assert measure(fake_run(tags={names.MEAN_REWARD: math.nan})).mean_reward is None
+
+
+def test_a_run_that_never_trained_has_no_startup_time(fake_run: FakeRun) -> None:
+    run_dir = fake_run()
+    change_json(run_dir / names.RUN_END_FILE, startup_seconds=None)
+    assert measure(run_dir).startup_seconds is None
+
+
+def test_another_programs_folder_is_measured_with_notes(tmp_path: Path) -> None:
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    assert [note.split(":")[0] for note in found.notes] == ["no run_end.json", "no progress.jsonl"]
+    assert found.learner_rows_per_second is None
+    assert found.startup_seconds is None
+
+
+def test_a_failed_run_can_be_analysed_on_request(fake_run: FakeRun) -> None:
+    found = measure(fake_run(mode="failed_end", rate=5_000.0), require_run_end=False)
+    assert found.steps_per_second == pytest.approx(5_000.0, rel=1e-5)
+    assert found.notes == ["run_end.json says the run is failed"]
+
+
+def test_a_crashed_run_can_be_analysed_on_request(fake_run: FakeRun) -> None:
+    found = measure(fake_run(mode="crash", iterations=120), require_run_end=False)
+    assert found.points == 60
+    assert [note.split(":")[0] for note in found.notes] == ["no run_end.json"]
+
+
+def test_a_cut_tail_is_noted_and_explains_one_missing_record(fake_run: FakeRun) -> None:
+    found = measure(fake_run(mode="cut_log", rate=25_000.0, jitter=0.0))
+    assert found.points == 59
+    assert found.steps_per_second == pytest.approx(25_000.0, rel=1e-4)
+    assert len(found.notes) == 1
+    assert re.fullmatch(r"the last record of the event file is cut at byte \d+ and was left out", found.notes[0])
+
+
+def test_a_gap_in_time_is_noted(tmp_path: Path) -> None:
+    times = [float(i) + (15.0 if i >= 25 else 0.0) for i in range(40)]
+    run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
+    notes = measure(run_dir, tag="a/rate", require_run_end=False).notes
+    # Window 20 to 39: 19 s and the 15 s, median interval 1 s.
+    assert notes[-1] == "a gap of 16.000 s after env step 24, 16 times the median interval and 47.1% of the window"
+
+
+def test_a_gap_before_the_window_is_not_noted(tmp_path: Path) -> None:
+    times = [float(i) + (15.0 if i >= 5 else 0.0) for i in range(40)]
+    run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
+    assert len(measure(run_dir, tag="a/rate", require_run_end=False).notes) == 2
+
+
+def test_a_tag_logged_for_a_part_of_the_window_is_noted(tmp_path: Path) -> None:
+    events = [
+        scalar_event(
+            i, WALL_START + i, {names.TOTAL_FPS: 1.0, **({names.EXPOSED_MS: float(i)} if i in (4, 30, 34) else {})}
+        )
+        for i in range(40)
+    ]
+    write_events(tmp_path / "events.out.tfevents.1", events)
+    found = measure(tmp_path, require_run_end=False)
+    assert found.exposed_ms == 32.0
+    assert found.notes[-1] == "Perf/exposed_ms has 2 points in the window of 20"
+
+
+def test_another_final_step_is_noted(fake_run: FakeRun) -> None:
+    run_dir = fake_run()
+    change_json(run_dir / names.RUN_END_FILE, final_env_steps=976)
+    assert measure(run_dir).notes == ["the last event is at step 960, the run ended at 976"]
+
+
+@pytest.mark.parametrize(("tail", "min_points"), [(0.0, 20), (1.1, 20), (-0.5, 20), (math.nan, 20), (0.5, 1)])
+def test_arguments_out_of_range_are_errors_of_the_caller(fake_run: FakeRun, tail: float, min_points: int) -> None:
+    with pytest.raises(ValueError, match=r"tail must be|min_points must be"):
+        measure(fake_run(), tail=tail, min_points=min_points)
+
+
+def lose_records(run_dir: Path, count: int) -> Path:
+    """Drop whole records from the end of the event file, which no checksum shows."""
+    path = next(run_dir.glob("events*"))
+    content, offsets = path.read_bytes(), [0]
+    while offsets[-1] < len(content):
+        offsets.append(offsets[-1] + 16 + int.from_bytes(content[offsets[-1] : offsets[-1] + 8], "little"))
+    path.write_bytes(content[: offsets[-1 - count]])
+    return run_dir
+
+
+def with_file(run_dir: Path, name: str, content: str) -> Path:
+    (run_dir / name).write_text(content)
+    return run_dir
+
+
+def without(run_dir: Path, name: str) -> Path:
+    (run_dir / name).unlink()
+    return run_dir
+
+
+def with_second_event_file(run_dir: Path) -> Path:
+    path = next(run_dir.glob("events*"))
+    path.with_name(path.name + ".bak").write_bytes(path.read_bytes())
+    return run_dir
+
+
+def with_event_file(run_dir: Path, content: bytes) -> Path:
+    next(run_dir.glob("events*")).write_bytes(content)
+    return run_dir
+
+
+def with_version_only(run_dir: Path) -> Path:
+    write_events(next(run_dir.glob("events*")), [])
+    return run_dir
+
+
+def with_second_session(run_dir: Path) -> Path:
+    path = next(run_dir.glob("events*"))
+    write_events(path, [scalar_event(1, WALL_START, {names.TOTAL_FPS: 1.0}), Event(file_version="brain.Event:2")])
+    return run_dir
+
+
+def with_progress_of(run_dir: Path, other: Path) -> Path:
+    (run_dir / names.PROGRESS_FILE).write_bytes((other / names.PROGRESS_FILE).read_bytes())
+    return run_dir
+
+
+def with_times(run_dir: Path, change: Callable[[int], float]) -> Path:
+    events = [
+        scalar_event(16 * (i + 1), WALL_START + change(i), {names.TOTAL_FPS: 1.0, "Loss/a": 0.0}) for i in range(60)
+    ]
+    write_events(next(run_dir.glob("events*")), events)
+    return run_dir
+
+
+# Every reason with the ways to meet it, and what its line must contain.
+REFUSED: list[tuple[Reason, Callable[[FakeRun], Path], str]] = [
+    (Reason.MISSING_RUN_DIR, lambda run: run() / "absent", "absent"),
+    (Reason.NO_EVENT_FILE, lambda run: without(run(), "events.out.tfevents.1790000000"), "no *tfevents* file"),
+    (Reason.SEVERAL_RUNS, lambda run: with_second_event_file(run()), ".bak"),
+    (Reason.SEVERAL_RUNS, lambda run: run("run/attempt-002").parent, "attempt-002"),
+    (Reason.SEVERAL_RUNS, lambda run: with_second_session(run()), "record 2"),
+    (Reason.FOREIGN_FILE, lambda run: with_event_file(run(), b"this is not an event file"), "not a TensorBoard"),
+    (Reason.EMPTY_EVENTS, lambda run: with_event_file(run(), b""), "no events"),
+    (Reason.EMPTY_EVENTS, lambda run: with_version_only(run()), "no events"),
+    (Reason.DAMAGED_RECORD, lambda run: run(mode="damaged"), "record "),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.RUN_END_FILE, "{"), names.RUN_END_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.RUN_END_FILE, "[]"), names.RUN_END_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.CONFIG_FILE, "{"), names.CONFIG_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.MANIFEST_FILE, "{"), names.MANIFEST_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.PROGRESS_FILE, '{"env_steps":1}\n'), "line 1"),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.PROGRESS_FILE, "{}\nx\n"), "line 1"),
+    (Reason.MISSING_RUN_END, lambda run: run(mode="no_run_end"), names.RUN_END_FILE),
+    (Reason.MISSING_RUN_END, lambda run: run(mode="crash"), names.RUN_END_FILE),
+    (Reason.MISSING_RUN_END, lambda run: run(mode="hang"), names.RUN_END_FILE),
+    (Reason.RUN_FAILED, lambda run: run(mode="failed_end"), "failed"),
+    (Reason.EVENT_COUNT_MISMATCH, lambda run: lose_records(run(), 1), "59 summaries and run_end.json counted 60"),
+    (Reason.EVENT_COUNT_MISMATCH, lambda run: lose_records(run(mode="cut_log"), 2), "counted 60"),
+    (Reason.MISSING_TAG, lambda run: run(tags={names.TOTAL_FPS: None}), "nearest are Perf/"),
+    (Reason.TOO_FEW_POINTS, lambda run: run(iterations=19), "19 points of Perf/total_fps, fewer than 20"),
+    (Reason.STEPS_NOT_INCREASING, lambda run: run(mode="duplicate_steps"), "step 720 at point 44 and 720"),
+    (Reason.TIME_NOT_INCREASING, lambda run: with_times(run(), lambda i: 9.0 if i == 50 else i), "at point 49"),
+    (Reason.TIME_NOT_INCREASING, lambda run: with_times(run(), lambda i: i - (i == 3)), "at point 2"),
+    (Reason.TIME_NOT_INCREASING, lambda run: with_times(run(), lambda i: i if i else math.nan), "nan at point 0"),
+    (Reason.NON_FINITE, lambda run: run(mode="nan"), "Loss/critic is nan at step 496 and at 29 more"),
+    (Reason.NON_FINITE, lambda run: run(tags={names.TOTAL_FPS: math.inf}), "Perf/total_fps is inf"),
+    (Reason.NON_FINITE, lambda run: run(tags={names.EXPOSED_MS: math.nan}), "Perf/exposed_ms is nan"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", num_envs=7)), "lacks env step 496"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", iterations=59)), "lacks env step 960"),
+    (Reason.CLOCK_STEP, lambda run: run(mode="clock_step"), "the wall clock stepped during the run"),
+    (Reason.CLOCK_STEP, lambda run: with_progress_of(run(), run("other", rate=9_890.0)), "the wall clock stepped"),
+]
+
+
+@pytest.mark.parametrize(
+    ("reason", "make", "text"), REFUSED, ids=[f"{i}-{reason}" for i, (reason, _, _) in enumerate(REFUSED)]
+)
+def test_no_number_but_a_reason(fake_run: FakeRun, reason: Reason, make: Callable[[FakeRun], Path], text: str) -> None:
+    run_dir = make(fake_run)
+    found = refusal(run_dir)
+    assert found.code == reason.value
+    assert text in str(found)
+
+
+def test_every_reason_is_tested() -> None:
+    elsewhere = {Reason.MIXED_CODE, Reason.READERS_DISAGREE}  # of groups; of test_events, where tbparse is replaced
+    assert {reason for reason, _, _ in REFUSED} == set(Reason) - elsewhere
+
+
+@pytest.mark.parametrize("size", [0, 3, 11, 12, 40])
+def test_lost_ends_of_the_events_are_never_silent(fake_run: FakeRun, size: int) -> None:
+    """A run that ended cannot miss whole records; without its end, what is there is measured and marked."""
+    run_dir = lose_records(fake_run(), 2)
+    path = next(run_dir.glob("events*"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - size])
+    assert refusal(run_dir).code == "event_count_mismatch"
+    (run_dir / names.RUN_END_FILE).unlink()
+    notes = measure(run_dir, require_run_end=False).notes
+    assert any("cut at byte" in note for note in notes) == (size > 0)
+
+
+def test_clocks_may_differ_by_a_hundredth(fake_run: FakeRun) -> None:
+    run_dir = with_progress_of(fake_run(), fake_run("other", rate=9_910.0))
+    assert measure(run_dir).notes == []
+
+
+def test_a_tail_of_one_point_is_too_few(fake_run: FakeRun) -> None:
+    found = refusal(fake_run(), tail=0.01)
+    assert found.code == "too_few_points"
+    assert "a tail of 0.01 holds fewer than two of the 60 points" in str(found)
+
+
+def test_values_before_the_tail_need_not_be_finite(fake_run: FakeRun, tmp_path: Path) -> None:
+    values = [math.nan] * 20 + [1.0] * 20
+    run_dir = write_points(tmp_path / "x", list(range(40)), [float(i) for i in range(40)], values)
+    assert measure(run_dir, tag="a/rate", require_run_end=False).steps_per_second == 1.0
+
+
+def test_losses_of_another_program_need_not_be_finite(fake_run: FakeRun) -> None:
+    run_dir = fake_run(mode="nan", rate=25_000.0)
+    assert measure(run_dir, require_run_end=False).steps_per_second == pytest.approx(25_000.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "exit_code", "code"),
+    [
+        ("ok", 0, None),
+        ("crash", 1, "missing_run_end"),
+        ("cut_log", 0, None),
+        ("nan", 0, "non_finite"),
+        ("clock_step", 0, "clock_step"),
+        ("no_run_end", 0, "missing_run_end"),
+        ("failed_end", 1, "run_failed"),
+        ("damaged", 0, "damaged_record"),
+        ("duplicate_steps", 0, "steps_not_increasing"),
+        ("exit3", 3, "missing_run_dir"),
+    ],
+)
+def test_the_fake_trainer_keeps_its_word(
+    fake_trainer_command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    exit_code: int,
+    code: str | None,
+) -> None:
+    for name, value in {"FAKE_MODE": mode, "FAKE_RATE": "5000", "FAKE_NOISE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    run_dir = tmp_path / "cell"
+    arguments = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco", "algo.max_iterations=40"]
+    command = [*fake_trainer_command, *arguments, f"training.log_dir={run_dir}", "training.smoke=true"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == exit_code
+    if code is None:
+        assert measure(run_dir).steps_per_second == pytest.approx(5_000.0, rel=0.02)
+    else:
+        assert refusal(run_dir).code == code
+
+
+def test_the_fake_trainer_can_hang(
+    fake_trainer_command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "hang" in MODES
+    monkeypatch.setenv("FAKE_MODE", "hang")
+    arguments = ["--algo", "sac", "--task", "t", "--sim", "mujoco", f"training.log_dir={tmp_path / 'cell'}"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([*fake_trainer_command, *arguments], capture_output=True, timeout=2.0, check=False)
+    assert not (tmp_path / "cell" / names.RUN_END_FILE).exists()
