@@ -117,8 +117,10 @@ class Pipe:
             PeerGone: if the other side has closed its end.
         """
         body = b"" if payload is None else json.dumps(payload).encode()
+        frame = memoryview(_FRAME.pack(signal, len(body)) + body)
         try:
-            os.write(self._write_fd, _FRAME.pack(signal, len(body)) + body)
+            while frame:  # a signal handler can cut a long write short
+                frame = frame[os.write(self._write_fd, frame) :]
         except BrokenPipeError:
             raise PeerGone(f"the {self._peer} is gone") from None
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from unilab.channel import ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
@@ -39,10 +40,15 @@ class CollectorProcess:
 
     def __init__(self, spec: PhysicsSpec, num_envs: int, cpu_ids: Sequence[int] | None) -> None:
         self.channel = Channel.create(spec, num_envs)
-        self._process, self._pipe = _start(self.channel.fd)
+        self._process, pipe = _start(self.channel.fd)
+        self._pipe: Pipe | None = pipe
         setup = {"spec": spec.to_json(), "num_envs": num_envs, "cpu_ids": None if cpu_ids is None else list(cpu_ids)}
-        self._send(SETUP, setup)
-        ready = self._receive(START_TIMEOUT, READY, "its readiness")
+        try:
+            self._send(SETUP, setup)
+            ready = self._receive(START_TIMEOUT, READY, "its readiness")
+        except BaseException:  # an interrupt too: without an object there is nobody to end the child
+            self.close()
+            raise
         self.placement: list[tuple[int, int | None]] = ready["placement"]
         self.torch_imported: bool = ready["torch_imported"]
 
@@ -70,25 +76,29 @@ class CollectorProcess:
 
     def close(self) -> None:
         """End the child: ask, then wait, then kill. Safe to call twice."""
-        if self._process.poll() is None:
-            try:
-                self._pipe.send(STOP)
-                self._process.wait(STOP_TIMEOUT)
-            except (PeerGone, subprocess.TimeoutExpired):
-                self._process.kill()
-        if self._pipe is not None:
+        if self._pipe is None:
+            return
+        try:
+            self._pipe.send(STOP)
+            self._process.wait(STOP_TIMEOUT)
+        except (PeerGone, subprocess.TimeoutExpired):
+            pass  # gone already, or killed below
+        finally:
+            self._process.kill()
             self._process.wait()
             self._pipe.close()
             os.close(self.channel.fd)
-            self._pipe = None  # type: ignore[assignment]
+            self._pipe = None
 
     def _send(self, signal_: int, payload: Any = None) -> None:
+        assert self._pipe is not None, "the collector was closed"
         try:
             self._pipe.send(signal_, payload)
         except PeerGone:
             raise CollectorFailed(self._obituary()) from None
 
     def _receive(self, timeout: float, expected: int, waiting_for: str) -> Any:
+        assert self._pipe is not None, "the collector was closed"
         try:
             signal_, payload = self._pipe.receive(timeout, waiting_for)
         except PeerGone:
@@ -116,16 +126,22 @@ class CollectorProcess:
 def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
     child_reads, parent_writes = os.pipe()
     parent_reads, child_writes = os.pipe()
-    command = [sys.executable, "-m", "unilab.collector", "--read-fd", str(child_reads)]
+    # -P and this process's own path: the child must run the same code, whatever lies in the working folder.
+    command = [sys.executable, "-P", "-m", "unilab.collector", "--read-fd", str(child_reads)]
     command += ["--write-fd", str(child_writes), "--memory-fd", str(memory_fd)]
-    environment = {key: value for key, value in os.environ.items() if key != "MUJOCO_GL"}  # physics never renders
     process = subprocess.Popen(
         command,
         pass_fds=(child_reads, child_writes, memory_fd),
-        env=environment,
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         process_group=0,
     )
     os.close(child_reads)
     os.close(child_writes)
     return process, Pipe(parent_reads, parent_writes, "collector")
+
+
+def _environment() -> dict[str, str]:
+    """The child's: modules are found where this process finds them, and physics never renders."""
+    inherited = {key: value for key, value in os.environ.items() if key != "MUJOCO_GL"}
+    return inherited | {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}
