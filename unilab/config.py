@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from unilab.physics.spec import PROFILES
@@ -65,6 +66,7 @@ class TrainingConfig:
         Raises:
             ValueError: naming the key, what it must be and what it is.
         """
+        require(self.log_dir != "", "training.log_dir", "a path or null", self.log_dir)
         require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
@@ -104,9 +106,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
-        container = OmegaConf.to_container(OmegaConf.structured(self))
-        assert isinstance(container, dict)
-        return {str(key): value for key, value in container.items()}
+        return asdict(self)
 
 
 def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> RunConfig:
@@ -159,26 +159,56 @@ def restore_config(values: dict[str, Any]) -> RunConfig:
 
 def _checked(text: str, schema: DictConfig) -> str:
     """The override with its key checked, in the spelling that sets a key whether or not a file mentions it."""
-    override = _parsed(text)
+    override = _parsed(text, schema)
     key = override.key_or_group
     known = _keys(schema)
-    if key in schema:
-        raise ValueError(f"{key!r} is a group of keys; set one of them, as in {key}.{next(iter(schema[key]))!s}=VALUE")
+    if key == "task":
+        spelling = f"--task {TASKS[0]} --sim {BACKENDS[0]}"
+        raise ValueError(f"{text!r} is no setting; the task is chosen as in {spelling}")
     if key not in known:
         raise ValueError(f"unknown key {key!r}{_nearest(key, known)}")
+    node = _node(schema, key)
+    if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+        raise ValueError(f"{key!r} is a group of keys; set one of them, as in {key}.{next(iter(node))!s}=VALUE")
+    if override.package is not None:
+        raise ValueError(f"{text!r} names a package; type {key}=VALUE")
     if override.is_delete():
         raise ValueError(f"{text!r} deletes a key; every key has a value, set it with {key}=VALUE")
+    value = text.split("=", 1)[1]
     if override.is_sweep_override():
-        listed = text.split("=", 1)[1]
-        raise ValueError(f"{text!r} is a sweep over values; for a list type {key}=[{listed}]")
-    return f"++{key}={text.split('=', 1)[1]}"
+        raise ValueError(f"{text!r} is a sweep over values; {_one_value(key, value, schema)}")
+    if isinstance(node, ListConfig) and isinstance(override.value(), int | float):
+        raise ValueError(f"{key} takes a list, got {value}; type {key}=[{value}]")
+    return f"++{key}={value}"
 
 
-def _parsed(text: str) -> Override:
+def _one_value(key: str, value: str, schema: DictConfig) -> str:
+    """How to write a value that holds characters of the grammar, by the type of its key."""
+    node = _node(schema, key)
+    if isinstance(node, ListConfig):
+        return f"for a list type {key}=[{value}]"
+    if isinstance(node, StringNode):
+        escaped = value.replace('"', r"\"")
+        argument = shlex.quote(f'{key}="{escaped}"')
+        return f"for text with such characters type {argument}"
+    return f"give {key} one value"
+
+
+def _node(schema: DictConfig, key: str) -> Any:
+    *groups, name = key.split(".")
+    for group in groups:
+        schema = schema[group]
+    return schema._get_node(name)
+
+
+def _parsed(text: str, schema: DictConfig) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise ValueError(f"cannot read {text!r} as key=value: {_one_line(error)}") from None
+        key, _, value = text.partition("=")
+        key = key.lstrip("+")
+        hint = f"; {_one_value(key, value, schema)}" if value and key in _keys(schema) else ""
+        raise ValueError(f"cannot read {text!r} as key=value: {_one_line(error)}{hint}") from None
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:

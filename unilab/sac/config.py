@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from unilab.validation import require
@@ -94,7 +95,7 @@ class SacConfig:
             value = getattr(self, name)
             require(value >= 4 and value % 4 == 0, f"algo.{name}", "a positive multiple of 4 (it halves twice)", value)
         for name in ("actor_lr", "critic_lr"):
-            require(0 < getattr(self, name) < float("inf"), f"algo.{name}", "positive", getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, f"algo.{name}", "positive and finite", getattr(self, name))
         require(self.algo == "sac", "algo.algo", "sac (the --algo option chooses)", self.algo)
         require(bool(self.algo_log_name.strip("./")), "algo.algo_log_name", "a folder name", self.algo_log_name)
         require(self.save_interval >= -1, "algo.save_interval", "-1, 0 or positive", self.save_interval)
@@ -106,6 +107,9 @@ class SacConfig:
     def _validate_params(self) -> None:
         params = self.algo_params
         for name in ("alpha_lr", "alpha_init"):
-            require(getattr(params, name) > 0, f"algo.algo_params.{name}", "positive", getattr(params, name))
-        require(params.max_grad_norm >= 0, "algo.algo_params.max_grad_norm", "0 or positive", params.max_grad_norm)
+            value = getattr(params, name)
+            require(0 < value < math.inf, f"algo.algo_params.{name}", "positive and finite", value)
+        norm, ratio = params.max_grad_norm, params.target_entropy_ratio
+        require(0 <= norm < math.inf, "algo.algo_params.max_grad_norm", "0 or positive, and finite", norm)
+        require(math.isfinite(ratio), "algo.algo_params.target_entropy_ratio", "finite", ratio)
         require(params.amp_dtype in ("auto", "bf16"), "algo.algo_params.amp_dtype", "auto or bf16", params.amp_dtype)
