@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -74,7 +75,7 @@ class EventLog:
     def __init__(self, directory: Path, clock: Clock, events: bool = True) -> None:
         self.count = 0
         self._clock = clock
-        self._progress = (directory / PROGRESS_FILE).open("x")
+        self._progress = (directory / PROGRESS_FILE).open("x")  # a second run in this directory fails here
         self._events: RecordWriter | None = None
         if events:
             path = directory / f"{EVENT_FILE_PREFIX}{int(clock.wall_anchor)}.unilab"
@@ -82,6 +83,7 @@ class EventLog:
             self._put(Event(wall_time=clock.wall_anchor, file_version="brain.Event:2"))
         self._queue: queue.Queue[Record | None] = queue.Queue()
         self._error: BaseException | None = None
+        self._flushed = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="event-log", daemon=True)
         self._thread.start()
 
@@ -102,9 +104,12 @@ class EventLog:
         """
         self._queue.put(None)
         self._thread.join()
-        self._progress.close()
-        if self._events is not None:
-            self._events.close()
+        for file in (self._progress, self._events):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:
+                self._error = self._error or error
         self._raise_error()
 
     def _raise_error(self) -> None:
@@ -113,15 +118,21 @@ class EventLog:
 
     def _run(self) -> None:
         try:
-            flushed = time.monotonic()
-            while (record := self._queue.get()) is not None:
+            while (record := self._next()) is not None:
                 self._append(record)
-                if time.monotonic() - flushed >= FLUSH_SECONDS:
-                    self._flush()
-                    flushed = time.monotonic()
             self._flush()
         except BaseException as error:  # handed to the training loop, which must not go on unlogged
             self._error = error
+
+    def _next(self) -> Record | None:
+        """Wait for a record or the end (None), flushing in time also while nothing comes."""
+        while True:
+            due = self._flushed + FLUSH_SECONDS - time.monotonic()
+            if due > 0:
+                with contextlib.suppress(queue.Empty):
+                    return self._queue.get(timeout=due)
+            self._flush()
+            self._flushed = time.monotonic()
 
     def _append(self, record: Record) -> None:
         if self._events is not None:
