@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
 from unilab.physics.spec import PhysicsSpec
 
 MEMORY_SHARE = 0.8
+GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class HostUnfit(RuntimeError):  # noqa: N818 - says what is the matter
@@ -69,23 +72,45 @@ def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device
     """
     algo = config.algo
     ring = 4 * replay_width * (algo.num_envs * algo.replay_buffer_n + algo.updates_per_step * algo.batch_size)
-    host = channel_bytes(spec, algo.num_envs) + (ring if device.type == "cpu" else 0)
-    what = "the ingress slots and the replay ring" if device.type == "cpu" else "the ingress slots"
+    shared = device.type != "cuda"  # the CPU and MPS keep the ring in the host's memory
+    host = channel_bytes(spec, algo.num_envs) + (ring if shared else 0)
+    what = "the ingress slots and the replay ring" if shared else "the ingress slots"
     _require_fit(what, host, available_memory(), "algo.num_envs, algo.replay_buffer_n")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         _require_fit("the replay ring on the device", ring, free, "algo.replay_buffer_n, algo.num_envs")
 
 
-def available_memory() -> int:
-    """Bytes a new allocation may take on the host: free memory, or less where a control group says so."""
+def available_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Bytes a new allocation may take on the host: free memory, or less where a control group says so.
+
+    Args:
+        groups: root of the control groups, version 2.
+        membership: file that names this process's group.
+    """
     available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
+    return int(max(0, min([available, *map(_group_room, _own_groups(groups, membership))])))
+
+
+def _own_groups(groups: Path, membership: Path) -> list[Path]:
+    """This process's control group and all above it; inside a container usually the root alone."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return [groups]
+    names = [line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")]
+    own = groups / "/".join(names)
+    return [own, *(parent for parent in own.parents if parent.is_relative_to(groups))]
+
+
+def _group_room(group: Path) -> float:
+    """Bytes left in one control group; file cache it can drop does not count as used."""
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no control group, or its limit is "max"
-        return available
-    return min(available, limit - used)
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or its limit is "max"
+        return math.inf
+    return limit - used + int(statistics.get("inactive_file", 0))
 
 
 def learner_threads() -> int:
