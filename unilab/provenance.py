@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import importlib.metadata
@@ -24,6 +25,7 @@ from unilab.physics.pinning import allowed_cpus
 PACKAGE = Path(__file__).parent
 STAMP_FILE = "source_stamp.json"  # commit of a tree that travelled without its git metadata
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a tree dirty; a report being written does not
+PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--full-index", "--binary")  # whatever git is set to
 SOURCE_SUFFIXES = (".py", ".yaml", ".xml")
 VERSIONED = ("torch", "mujoco", "numpy", "hydra-core", "tensorboard", "triton")
 ENVIRONMENT_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "MKL_", "OPENBLAS_", "PYTORCH_", "MUJOCO_", "UNILAB_")
@@ -55,24 +57,25 @@ def git_facts(root: Path) -> dict[str, Any]:
         if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != root.resolve():
             raise FileNotFoundError(root)
         commit = _git(root, "rev-parse", "HEAD").strip()
-        diff = _git(root, "diff", "HEAD", "--", *SOURCES)
-        diff += _git(root, "ls-files", "--others", "--exclude-standard", "--", *SOURCES)
-    except (OSError, subprocess.CalledProcessError):
+        diff = _git(root, "diff", *PLAIN_DIFF, "HEAD", "--", *SOURCES)
+        for name in _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *SOURCES).split("\0")[:-1]:
+            diff += f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
+    except (OSError, subprocess.SubprocessError):
         stamp = root / STAMP_FILE
         unknown = {"commit": None, "dirty": None, "diff_sha256": None}
         return unknown | (json.loads(stamp.read_text()) if stamp.exists() else {})
     return {
         "commit": commit,
         "dirty": bool(diff),
-        "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "diff_sha256": hashlib.sha256(diff.encode(errors="surrogateescape")).hexdigest() if diff else None,
     }
 
 
-def source_sha256() -> str:
-    """Hash over every source file of this package, names included."""
+def source_sha256(package: Path = PACKAGE) -> str:
+    """Hash over every source file of a package, names included."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in SOURCE_SUFFIXES):
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode())
+    for path in sorted(p for p in package.rglob("*") if p.suffix in SOURCE_SUFFIXES):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
@@ -109,23 +112,42 @@ def gpu_facts(index: int) -> dict[str, str]:
 
 
 def redact(value: Any) -> Any:
-    """Replace host name, user name and home folder in every string of a JSON value."""
+    """Replace host name, user name and home folder in every string of a JSON value.
+
+    A name counts wherever no letter or digit touches it, so also within `/data/NAME-runs`: a word too many is hidden
+    rather than a name too few.
+    """
+    return _redact(value, _names())
+
+
+def _redact(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: redact(item) for key, item in value.items()}
+        return {key: _redact(item, names) for key, item in value.items()}
     if isinstance(value, list):
-        return [redact(item) for item in value]
+        return [_redact(item, names) for item in value]
     if not isinstance(value, str):
         return value
-    value = value.replace(str(Path.home()), "<home>")
-    for name, placeholder in ((socket.gethostname(), "<host>"), (getpass.getuser(), "<user>")):
-        if name:
-            value = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", placeholder, value)
+    for name, placeholder in names.items():
+        value = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", placeholder, value)
     return value
+
+
+def _names() -> dict[str, str]:
+    """What must not be published and what stands for it, the longest first."""
+    host = socket.gethostname()
+    names = {host: "<host>", host.partition(".")[0]: "<host>"}
+    with contextlib.suppress(RuntimeError, KeyError, OSError):  # a container's user may have no name
+        names[getpass.getuser()] = "<user>"
+    with contextlib.suppress(RuntimeError):  # and no home
+        names[str(Path.home())] = "<home>"
+    return {name: names[name] for name in sorted(names, key=len, reverse=True) if name.strip("/")}
 
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=20
+    ).stdout
 
 
 def _cpu_model() -> str:
