@@ -20,25 +20,28 @@ from unilab.names import (
     RUN_END_FILE,
     SCHEMA_VERSION,
 )
+from unilab.provenance import redact
 
 
 def choose_run_dir(config: RunConfig, world_size: int, now: datetime) -> Path:
     """The run's directory: `training.log_dir`, else a generated one below the log root; not yet made.
 
     Raises:
-        ValueError: if it exists and holds anything.
+        ValueError: if it exists and holds anything or cannot be written.
     """
     training = config.training
     if training.log_dir is not None:
-        path = Path(training.log_dir)
+        path = Path(training.log_dir).expanduser()
     else:
         root = Path(training.log_root) if training.log_root is not None else Path("logs") / config.algo.algo_log_name
         ranks = f"_gpux{world_size}" if world_size > 1 else ""
         path = root / training.task_name / f"{now:%Y-%m-%d_%H-%M-%S}_{training.sim_backend}{ranks}"
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"the run directory {path} is not empty; choose another training.log_dir")
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {path} is a file; choose another training.log_dir")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"the run directory {path} cannot be written; choose another training.log_dir")
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"the run directory {path} is not empty; choose another training.log_dir")
     return path
 
 
@@ -47,15 +50,23 @@ class RunDirectory:
 
     Args:
         path: the directory, empty or not yet there.
+
+    Raises:
+        ValueError: if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"cannot make the run directory {path}: {error.strerror}; choose another training.log_dir"
+            ) from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write `config.json`, the resolved configuration."""
-        self._write_json(CONFIG_FILE, config.to_json())
+        """Write `config.json`, the resolved configuration without names of people or machines."""
+        self._write_json(CONFIG_FILE, redact(config.to_json()))
 
     def write_command(self, facts: dict[str, Any]) -> None:
         """Write `command.json`, where the run comes from."""
@@ -83,8 +94,11 @@ class RunDirectory:
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file so that it is either whole or absent: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

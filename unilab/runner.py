@@ -90,9 +90,13 @@ class Runner:
         self.env_steps = self.iteration = 0
         self.startup_seconds: float | None = None
         self._build_learner()
-        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
-        self._exchange = DeviceExchange(self._collector.channel, self._environment)
         self._metrics = MetricReader(device)
+        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
+        try:
+            self._exchange = DeviceExchange(self._collector.channel, self._environment)
+        except BaseException:  # nobody holds the collector yet
+            self._collector.close()
+            raise
         self._packed_ns = time.monotonic_ns()
 
     def __enter__(self) -> Runner:
@@ -101,8 +105,10 @@ class Runner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exchange.close()
-        self._collector.close()
+        try:
+            self._exchange.close()
+        finally:  # a device that failed must not keep the collector alive
+            self._collector.close()
 
     @property
     def warmup_ticks(self) -> int:

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,17 @@ def train(algo: str, task: str, sim: str, overrides: Sequence[str], argv: list[s
         The exit code.
     """
     os.environ.pop("MUJOCO_GL", None)  # training never renders, and importing mujoco fails under a bad value
-    from unilab.config import load_config
-
     try:
-        config = load_config(algo, task, sim, overrides)
-    except ValueError as error:
-        return _refuse(error, EXIT_USAGE)
-    return _prepare_and_run(config, argv)
+        from unilab.config import load_config
+
+        try:
+            config = load_config(algo, task, sim, overrides)
+        except ValueError as error:
+            return _refuse(error, EXIT_USAGE)
+        return _prepare_and_run(config, argv)
+    except KeyboardInterrupt:  # from here only before the run began, since a run records its own
+        print("train: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _prepare_and_run(config: RunConfig, argv: list[str]) -> int:
@@ -80,43 +85,47 @@ def _prepare_and_run(config: RunConfig, argv: list[str]) -> int:
         path = choose_run_dir(config, 1, datetime.now())
         torch.set_num_threads(learner_threads())
         task = build_task(config, device)
+        directory = RunDirectory(path)
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
     except ValueError as error:
         return _refuse(error, EXIT_USAGE)
     if config.training.smoke:
         print("SMOKE: CPU functional check; its speed means nothing")
-    directory = RunDirectory(path)
     print(f"run directory {path}")
-    return _run(config, directory, argv, lambda: Runner(config, task, device, cpu_ids))
+    with _sigterm_interrupts():
+        return _run(config, directory, argv, lambda: Runner(config, task, device, cpu_ids))
 
 
-def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Any) -> int:
+def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Callable[[], Runner]) -> int:
     """Train into `directory` and write `run_end.json`, whatever happens."""
     from unilab.event_log import Clock, EventLog
     from unilab.provenance import command_facts, redact
     from unilab.terminal import Scale, TerminalView
 
-    signal.signal(signal.SIGTERM, _raise_interrupt)
-    directory.write_config(config)
-    directory.write_command(command_facts(argv))
     began, algo = time.monotonic(), config.algo
-    log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
+    try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
+        log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
+    except OSError as error:
+        return _refuse(error, EXIT_FAILED)
     title = f"{algo.algo} · {config.training.task_name}{' · SMOKE' if config.training.smoke else ''}"
     rows = algo.batch_size * algo.updates_per_step
     runner: Runner | None = None
-    status, error = COMPLETED, None  # type: str, BaseException | None
+    status, cause = COMPLETED, None  # type: str, BaseException | None
     try:
-        with build() as runner, TerminalView(Scale(title, algo.max_iterations, algo.num_envs, rows)) as view:
-            directory.write_manifest(runner.manifest())
-            runner.run(log, view, directory)
-        log.close()
+        with closing(log):
+            directory.write_config(config)
+            directory.write_command(command_facts(argv))
+            with build() as runner, TerminalView(Scale(title, algo.max_iterations, algo.num_envs, rows)) as view:
+                directory.write_manifest(runner.manifest())
+                runner.run(log, view, directory)
     except KeyboardInterrupt as interrupt:
-        status, error = INTERRUPTED, interrupt
-    except Exception as failure:
-        status, error = FAILED, failure
-    directory.write_end(_end_facts(runner, log, status, error, time.monotonic() - began, redact))
-    return _conclude(config, directory, status, error)
+        status, cause = INTERRUPTED, interrupt
+    except BaseException as failure:  # SystemExit too: the terminal view raises it when its reader is gone
+        status, cause = FAILED, failure
+    with _deaf():
+        directory.write_end(_end_facts(runner, log, status, cause, time.monotonic() - began, redact))
+        return _conclude(config, directory, status, cause)
 
 
 def _end_facts(
@@ -151,8 +160,28 @@ def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: Ba
 
 
 def _refuse(error: Exception, code: int) -> int:
-    print(f"train: {error}", file=sys.stderr)
+    print(f"train: {' '.join(str(error).splitlines())}", file=sys.stderr)
     return code
+
+
+def _sigterm_interrupts() -> AbstractContextManager[None]:
+    """Within, a termination ends the run as Ctrl-C does."""
+    return _handling(_raise_interrupt, signal.SIGTERM)
+
+
+def _deaf() -> AbstractContextManager[None]:
+    """Within, a second Ctrl-C or termination cannot keep the end of the run from being recorded."""
+    return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    previous = [signal.signal(number, handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, former in zip(signals, previous, strict=True):
+            signal.signal(number, former)
 
 
 def _raise_interrupt(*_: object) -> None:
