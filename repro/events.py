@@ -58,7 +58,8 @@ class Refusal(Exception):  # noqa: N818 - an answer of the suite, not a fault of
 
     Attributes:
         code: one of `Reason`.
-        message: one line: what was asked, what was found, what to do.
+        message: one line: what was asked, what was found, what to do. It names files without their directories,
+            since it is published and must be the same wherever the run is measured again.
     """
 
     def __init__(self, code: Reason, message: str) -> None:
@@ -130,20 +131,28 @@ def find_event_file(run_dir: Path) -> Path:
             or attempt in the directory or below it.
     """
     if not run_dir.is_dir():
-        raise Refusal(Reason.MISSING_RUN_DIR, f"{run_dir} is not a directory; give the directory of one run")
+        raise Refusal(
+            Reason.MISSING_RUN_DIR, f"{run_dir.resolve().name} is not a directory; give the directory of one run"
+        )
     found = sorted(path for path in run_dir.rglob(f"*{_EVENT_FILE_MARK}*") if not path.is_dir())
     if not found:
-        raise Refusal(Reason.NO_EVENT_FILE, f"{run_dir} has no *{_EVENT_FILE_MARK}* file; was the logger on?")
+        raise Refusal(
+            Reason.NO_EVENT_FILE, f"{run_dir.resolve().name} has no *{_EVENT_FILE_MARK}* file; was the logger on?"
+        )
     attempts = sorted(path for path in run_dir.glob("attempt-*") if path.is_dir())
     if len(found) + len(attempts) > 1:
         listed = ", ".join(path.relative_to(run_dir).as_posix() for path in found + attempts)
         raise Refusal(
             Reason.SEVERAL_RUNS,
-            f"{run_dir} should hold one event file and nothing of another run, found: {listed}; "
+            f"{run_dir.resolve().name} should hold one event file and nothing of another run, found: {listed}; "
             "give each run a directory of its own",
         )
     if found[0].parent != run_dir:
-        raise Refusal(Reason.NO_EVENT_FILE, f"{run_dir} has no event file of its own; did you mean {found[0].parent}?")
+        raise Refusal(
+            Reason.NO_EVENT_FILE,
+            f"{run_dir.resolve().name} has no event file of its own; "
+            f"did you mean {found[0].parent.relative_to(run_dir)}?",
+        )
     return found[0]
 
 
@@ -214,7 +223,8 @@ def _check_payloads(path: Path, content: memoryview, offsets: list[int], payload
 
 def _refuse_record(path: Path, index: int, offset: int, what: str) -> NoReturn:
     raise Refusal(
-        Reason.DAMAGED_RECORD, f"{path}: record {index} at byte {offset} is damaged ({what}); copy it again or rerun"
+        Reason.DAMAGED_RECORD,
+        f"{path.name}: record {index} at byte {offset} is damaged ({what}); copy it again or rerun",
     )
 
 
@@ -227,9 +237,11 @@ def _check_first(path: Path, broken: int | None, payloads: list[memoryview]) -> 
         except DecodeError:
             foreign = True
     if foreign:
-        raise Refusal(Reason.FOREIGN_FILE, f"{path} is not a TensorBoard event file; give a TensorBoard run directory")
+        raise Refusal(
+            Reason.FOREIGN_FILE, f"{path.name} is not a TensorBoard event file; give a TensorBoard run directory"
+        )
     if len(payloads) < 2:
-        raise Refusal(Reason.EMPTY_EVENTS, f"{path} holds no events; the run ended before its first iteration")
+        raise Refusal(Reason.EMPTY_EVENTS, f"{path.name} holds no events; the run ended before its first iteration")
 
 
 def masked_checksums(payloads: list[memoryview]) -> NDArray[np.uint32]:
@@ -249,12 +261,10 @@ def masked_checksums(payloads: list[memoryview]) -> NDArray[np.uint32]:
 
 
 def _batches(order: list[int], payloads: list[memoryview]) -> Iterator[list[int]]:
-    """Cut indices sorted by length into batches whose padded size is bounded; lengths under four stay apart."""
+    """Cut indices sorted by length into batches whose padded size is bounded."""
     batch: list[int] = []
     for index in order:
-        length = len(payloads[index])
-        crosses_four = batch and len(payloads[batch[0]]) < 4 <= length
-        if batch and ((len(batch) + 1) * length > _BATCH_BYTES or crosses_four):
+        if batch and (len(batch) + 1) * len(payloads[index]) > _BATCH_BYTES:
             yield batch
             batch = []
         batch.append(index)
@@ -296,12 +306,14 @@ def _parse(path: Path, index: int, payload: memoryview) -> Event:
     try:
         event = Event.FromString(bytes(payload))
     except DecodeError as error:
-        raise Refusal(Reason.DAMAGED_RECORD, f"{path}: record {index} is no TensorBoard event ({error})") from error
+        raise Refusal(
+            Reason.DAMAGED_RECORD, f"{path.name}: record {index} is no TensorBoard event ({error})"
+        ) from error
     restarted = event.HasField("session_log") and event.session_log.status == SessionLog.START
     if index and (restarted or event.HasField("file_version")):
         raise Refusal(
             Reason.SEVERAL_RUNS,
-            f"{path}: a second session begins at record {index}; measure runs that were not resumed",
+            f"{path.name}: a second session begins at record {index}; measure runs that were not resumed",
         )
     return event
 
@@ -331,7 +343,7 @@ def _compare(path: Path, walked: dict[str, Series], read: dict[str, Series]) -> 
         if counts[0] != counts[1] or not _same_points(walked[tag], read[tag]):
             raise Refusal(
                 Reason.READERS_DISAGREE,
-                f"{path}: {tag} has {counts[0]} points in the records and {counts[1]} as read by tbparse, or they "
+                f"{path.name}: {tag} has {counts[0]} points in the records and {counts[1]} as read by tbparse, or they "
                 "differ; report this file",
             )
 

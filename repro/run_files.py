@@ -34,17 +34,21 @@ def read_run_end(run_dir: Path, required: bool) -> RunEnd | None:
     path = run_dir / RUN_END_FILE
     if not path.exists():
         if required:
-            raise Refusal(Reason.MISSING_RUN_END, f"{run_dir} has no {RUN_END_FILE}: the run did not end; run it again")
+            raise Refusal(
+                Reason.MISSING_RUN_END,
+                f"{run_dir.resolve().name} has no {RUN_END_FILE}: the run did not end; run it again",
+            )
         return None
     try:
         end = RunEnd.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise Refusal(Reason.DAMAGED_FILE, f"{path}: {field}: {first['msg']}; run it again") from error
+        raise Refusal(Reason.DAMAGED_FILE, f"{path.name}: {field}: {first['msg']}; run it again") from error
     if required and end.status != COMPLETED:
         raise Refusal(
-            Reason.RUN_FAILED, f"{path} says the run is {end.status}; only completed runs are measured, run it again"
+            Reason.RUN_FAILED,
+            f"{path.name} says the run is {end.status}; only completed runs are measured, run it again",
         )
     return end
 
@@ -62,7 +66,7 @@ def read_progress(path: Path) -> dict[int, float]:
             monotonic[int(entry["env_steps"])] = float(entry["monotonic_s"])
         except (ValueError, TypeError, KeyError) as error:
             raise Refusal(
-                Reason.DAMAGED_FILE, f"{path}: line {number} is no progress entry ({error!r}); run it again"
+                Reason.DAMAGED_FILE, f"{path.name}: line {number} is no progress entry ({error!r}); run it again"
             ) from error
     return monotonic
 
@@ -78,7 +82,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise Refusal(Reason.DAMAGED_FILE, f"{path} is no JSON ({error}); run it again") from error
+        raise Refusal(Reason.DAMAGED_FILE, f"{path.name} is no JSON ({error}); run it again") from error
     return content if isinstance(content, dict) else {}
 
 

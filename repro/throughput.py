@@ -194,11 +194,11 @@ def _choose_series(log: EventLog, tag: str, min_points: int) -> Series:
     if series is None:
         near = get_close_matches(tag, log.scalars, n=3, cutoff=0.0)
         offered = f"nearest are {', '.join(near)}" if near else "it has no scalars at all"
-        raise Refusal(Reason.MISSING_TAG, f"{log.path} has no scalar {tag}; {offered}; choose another tag")
+        raise Refusal(Reason.MISSING_TAG, f"{log.path.name} has no scalar {tag}; {offered}; choose another tag")
     if len(series.steps) < min_points:
         raise Refusal(
             Reason.TOO_FEW_POINTS,
-            f"{log.path} has {len(series.steps)} points of {tag}, fewer than {min_points}; run more iterations",
+            f"{log.path.name} has {len(series.steps)} points of {tag}, fewer than {min_points}; run more iterations",
         )
     return series
 
@@ -209,7 +209,7 @@ def _check_order(log: EventLog, series: Series, tag: str) -> None:
         i = int(steps[0])
         raise Refusal(
             Reason.STEPS_NOT_INCREASING,
-            f"{log.path}: {tag} has step {series.steps[i]} at point {i} and {series.steps[i + 1]} at the next; "
+            f"{log.path.name}: {tag} has step {series.steps[i]} at point {i} and {series.steps[i + 1]} at the next; "
             "steps must grow, so this is not one run",
         )
     times = np.flatnonzero(~(np.diff(series.wall_times) > 0))  # written so that NaN counts as not growing
@@ -217,7 +217,7 @@ def _check_order(log: EventLog, series: Series, tag: str) -> None:
         i = int(times[0])
         raise Refusal(
             Reason.TIME_NOT_INCREASING,
-            f"{log.path}: {tag} has wall time {series.wall_times[i]:.6f} at point {i} and "
+            f"{log.path.name}: {tag} has wall time {series.wall_times[i]:.6f} at point {i} and "
             f"{series.wall_times[i + 1]:.6f} at the next; the clock was set back, run it again",
         )
 
@@ -242,7 +242,7 @@ def _window(log: EventLog, series: Series, tag: str, tail: float) -> Window:
     if window is None:
         raise Refusal(
             Reason.TOO_FEW_POINTS,
-            f"{log.path}: a tail of {tail} holds fewer than two of the {len(series.steps)} points of {tag}; "
+            f"{log.path.name}: a tail of {tail} holds fewer than two of the {len(series.steps)} points of {tag}; "
             "take a larger tail",
         )
     return window
@@ -264,8 +264,8 @@ def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None
         if bad.size:
             raise Refusal(
                 Reason.NON_FINITE,
-                f"{log.path}: {name} is {values[bad[0]]} at step {steps[bad[0]]} and at {bad.size - 1} more points of "
-                "the tail; look into the training before measuring it",
+                f"{log.path.name}: {name} is {values[bad[0]]} at step {steps[bad[0]]} and at {bad.size - 1} more "
+                "points of the tail; look into the training before measuring it",
             )
 
 
@@ -280,7 +280,7 @@ def _check_end(log: EventLog, series: Series, end: RunEnd | None, required: bool
         notes.append(f"{RUN_END_FILE} says the run is {end.status}")
     found = log.summaries + log.scan.cut_tail
     if found != end.event_count:
-        what = f"{log.path} holds {log.summaries} summaries and {RUN_END_FILE} counted {end.event_count}"
+        what = f"{log.path.name} holds {log.summaries} summaries and {RUN_END_FILE} counted {end.event_count}"
         if required:
             raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; events were lost or added, copy or run it again")
         notes.append(what)
@@ -297,7 +297,9 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
     monotonic = read_progress(path)
     first, last = monotonic.get(window.first_step), monotonic.get(window.last_step)
     if first is None or last is None:
-        what = f"{path} lacks env step {window.first_step if first is None else window.last_step} of the event file"
+        what = (
+            f"{path.name} lacks env step {window.first_step if first is None else window.last_step} of the event file"
+        )
         if required:
             raise Refusal(Reason.PROGRESS_MISMATCH, f"{what}; the files are not of one run, run it again")
         return [f"{what}: the wall clock was not checked"]
@@ -305,8 +307,8 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
     if not abs(window.seconds - seconds) <= CLOCK_TOLERANCE * seconds:
         raise Refusal(
             Reason.CLOCK_STEP,
-            f"{run_dir}: the wall clock stepped during the run: the window took {window.seconds:.3f} s by it and "
-            f"{seconds:.3f} s by the monotonic clock; run it again",
+            f"{run_dir.resolve().name}: the wall clock stepped during the run: the window took "
+            f"{window.seconds:.3f} s by it and {seconds:.3f} s by the monotonic clock; run it again",
         )
     return []
 

@@ -256,7 +256,7 @@ def test_a_directory_without_events_or_with_them_one_level_down_says_so(event_fi
     event_file.rename(inner / event_file.name)
     found = refusal(read_scalars, tmp_path / "runs")
     assert found.code == "no_event_file"
-    assert f"did you mean {inner}?" in str(found)
+    assert "did you mean first?" in str(found)
 
 
 @pytest.mark.parametrize("change", ["lost point", "lost tag", "other value", "added tag"])

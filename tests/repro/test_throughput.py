@@ -178,6 +178,14 @@ def test_a_crashed_run_can_be_analysed_on_request(fake_run: FakeRun) -> None:
     assert [note.split(":")[0] for note in found.notes] == ["no run_end.json"]
 
 
+def test_a_progress_file_cut_in_its_last_line_only_loses_the_check_of_the_clock(fake_run: FakeRun) -> None:
+    run_dir = fake_run(mode="crash", iterations=120)
+    path = run_dir / names.PROGRESS_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    notes = measure(run_dir, require_run_end=False).notes
+    assert notes[1:] == [f"{path.name} lacks env step 960 of the event file: the wall clock was not checked"]
+
+
 def test_a_cut_tail_is_noted_and_explains_one_missing_record(fake_run: FakeRun) -> None:
     found = measure(fake_run(mode="cut_log", rate=25_000.0, jitter=0.0))
     assert found.points == 59
@@ -327,6 +335,7 @@ def test_no_number_but_a_reason(fake_run: FakeRun, reason: Reason, make: Callabl
     found = refusal(run_dir)
     assert found.code == reason.value
     assert text in str(found)
+    assert str(run_dir.parent) not in str(found)  # reasons are published: no path of this machine
 
 
 def test_every_reason_is_tested() -> None:
