@@ -71,10 +71,16 @@ class ParameterGroup:
         self.gradient.zero_()
         loss.backward(inputs=self.parameters)
 
-    def step(self) -> None:
-        """One AdamW step with the gradient at hand; skipped, on the device, where loss or gradient is not finite."""
+    def step(self, gate: Tensor | None = None) -> None:
+        """One AdamW step with the gradient at hand; skipped, on the device, where loss or gradient is not finite.
+
+        Args:
+            gate: `finite` of another group, whose skip this group follows; 0-d.
+        """
         torch.linalg.vector_norm(self.gradient, out=self.norm)
         self.finite.copy_(torch.isfinite(self.loss) & torch.isfinite(self.norm))
+        if gate is not None:
+            self.finite.mul_(gate)
         if self._max_grad_norm > 0:
             self.gradient.mul_((self._max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0))
         self._optimizer.found_inf = 1.0 - self.finite  # type: ignore[attr-defined]

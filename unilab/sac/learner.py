@@ -109,7 +109,7 @@ class SacLearner:
         excess = (log_pi.detach() + self._target_entropy).mean()
         self.alpha_group.backward(-(self.log_alpha.exp() * excess).sum())
         self.critic_group.step()
-        self.alpha_group.step()
+        self.alpha_group.step(self.critic_group.finite)  # one verdict on the batch
         self._note(
             {
                 "Loss/critic": self.critic_group.loss,
