@@ -1,0 +1,290 @@
+"""A real collector child: same rows as a pool in this process, and every way it can die or fall silent."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mujoco
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+
+from unilab.channel import Pipe
+from unilab.physics import process as process_module
+from unilab.physics.mujoco_pool import MujocoPool, load_model
+from unilab.physics.process import CollectorFailed, CollectorProcess
+from unilab.physics.spec import KEEP, RESET, SET_VELOCITY, PhysicsSpec
+
+ENVS = 6
+G1 = PhysicsSpec(
+    "unitree_g1/scene_flat.xml",
+    1 / 150,
+    3,
+    "exact",
+    36,
+    35,
+    29,
+    (("torso_gyro", 3), ("left_foot_pos", 3)),
+    (("kp", 29), ("kd", 29)),
+)
+ARRAY = npt.NDArray[Any]
+Command = tuple[ARRAY, ARRAY, ARRAY]
+
+
+@pytest.fixture(autouse=True)
+def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model() -> mujoco.MjModel:
+    return load_model(G1)
+
+
+@pytest.fixture
+def collector() -> Iterator[CollectorProcess]:
+    child = CollectorProcess(G1, ENVS, None)
+    yield child
+    child.close()
+
+
+def standing_rows(model: mujoco.MjModel) -> ARRAY:
+    rows = np.zeros((ENVS, G1.reset_width), np.float32)
+    rows[:, :36] = model.key_qpos[0]
+    rows[:, 71:100] = model.actuator_gainprm[:, 0]
+    rows[:, 100:] = -model.actuator_biasprm[:, 2]
+    return rows
+
+
+def commands(model: mujoco.MjModel, count: int) -> list[Command]:
+    """All rows reset first, then random targets with some rows reset and some pushed."""
+    rng = np.random.default_rng(3)
+    made: list[Command] = []
+    for number in range(count):
+        codes = rng.choice([KEEP, RESET, SET_VELOCITY], ENVS, p=[0.5, 0.25, 0.25]).astype(np.int32)
+        codes = np.full(ENVS, RESET, np.int32) if number == 0 else codes
+        rows = standing_rows(model)
+        rows[:, 36:42] = rng.uniform(-0.5, 0.5, (ENVS, 6))
+        rows[codes == KEEP] = np.nan
+        made.append(((model.key_ctrl[0] + rng.normal(0, 0.3, (ENVS, 29))).astype(np.float32), codes, rows))
+    return made
+
+
+def put(child: CollectorProcess, command: Command) -> None:
+    channel = child.channel
+    channel.ctrl[...], channel.codes[...], channel.reset_rows[...] = command
+
+
+def stand(child: CollectorProcess, model: mujoco.MjModel) -> None:
+    """A command that resets every row to the standing pose."""
+    put(child, (np.tile(model.key_ctrl[0], (ENVS, 1)), np.full(ENVS, RESET), standing_rows(model)))
+
+
+def run_tick(child: CollectorProcess, tick: int) -> dict[str, int]:
+    child.command(tick)
+    return child.wait(tick, 30)
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time; a zombie nobody reaps has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def descriptors() -> set[str]:
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
+
+
+def test_rows_are_those_of_a_pool_in_this_process(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    pool, expected = MujocoPool(G1, ENVS), np.empty((ENVS, G1.width), np.float32)
+    script = commands(model, 12)
+    assert sum(int((codes == RESET).sum()) for _, codes, _ in script[1:]) > 5
+    for tick, command in enumerate(script):
+        put(collector, command)
+        header = run_tick(collector, tick)
+        pool.apply(*command)
+        pool.step()
+        pool.pack(expected)
+        np.testing.assert_array_equal(collector.channel.slots[tick % 2], expected)
+        times = [header[name] for name in ("received_ns", "applied_ns", "stepped_ns", "packed_ns")]
+        assert times == sorted(times)
+        assert 0 < time.monotonic_ns() - times[-1] < 30e9
+        collector.channel.release(tick)
+    assert np.isfinite(expected).all()
+
+
+def test_the_child_has_no_torch_and_its_workers_are_reported(collector: CollectorProcess) -> None:
+    assert collector.torch_imported is False
+    assert len(collector.placement) == min(len(os.sched_getaffinity(0)), ENVS)
+    threads = {thread.id for thread in psutil.Process(collector.pid).threads()}
+    assert {thread for thread, _ in collector.placement} <= threads
+
+
+def test_the_child_imports_no_torch_after_ticks_either(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    stand(collector, model)
+    run_tick(collector, 0)
+    maps = Path(f"/proc/{collector.pid}/maps").read_text()
+    assert "libmujoco" in maps
+    assert "libtorch" not in maps
+
+
+def test_a_cpu_list_confines_the_child_and_not_the_learner() -> None:
+    mask = os.sched_getaffinity(0)
+    cpu = max(mask)
+    child = CollectorProcess(G1, ENVS, [cpu])
+    assert [cpu_id for _, cpu_id in child.placement] == [cpu]
+    assert {frozenset(os.sched_getaffinity(t.id)) for t in psutil.Process(child.pid).threads()} == {frozenset({cpu})}
+    child.close()
+    assert os.sched_getaffinity(0) == mask
+
+
+def test_two_slots_may_be_in_flight_a_third_tick_may_not(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    stand(collector, model)
+    run_tick(collector, 0)
+    run_tick(collector, 1)
+    collector.command(2)
+    message = "the collector raised RuntimeError: tick 2 was commanded before its ingress slot was released"
+    with pytest.raises(CollectorFailed, match=message):
+        collector.wait(2, 30)
+    with pytest.raises(CollectorFailed, match="the collector ended with exit code 1"):
+        collector.wait(3, 30)
+
+
+def test_diverging_physics_is_counted_and_leaves_no_log(
+    collector: CollectorProcess, model: mujoco.MjModel, tmp_path: Path
+) -> None:
+    stand(collector, model)
+    collector.channel.reset_rows[0, 36:71] = 1e12
+    run_tick(collector, 0)
+    assert collector.channel.slots[0][0, -1] > 0
+    assert collector.channel.slots[0][1, -1] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["idle", "commanded"])
+def test_a_killed_child_is_named(collector: CollectorProcess, model: mujoco.MjModel, when: str) -> None:
+    stand(collector, model)
+    run_tick(collector, 0)
+    began = time.monotonic()
+    os.kill(collector.pid, signal.SIGSTOP)
+    if when == "commanded":
+        collector.command(1)
+    os.kill(collector.pid, signal.SIGKILL)
+    with pytest.raises(CollectorFailed, match=r"^the collector was killed by SIGKILL \(the system kills so when"):
+        run_tick(collector, 1) if when == "idle" else collector.wait(1)
+    assert time.monotonic() - began < 5
+
+
+def test_a_silent_child_is_an_error_after_the_deadline(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    stand(collector, model)
+    os.kill(collector.pid, signal.SIGSTOP)
+    collector.command(0)
+    with pytest.raises(CollectorFailed, match=r"^waited for tick 0 from the collector, nothing came .* \(0\.2 s\)$"):
+        collector.wait(0, 0.2)
+    os.kill(collector.pid, signal.SIGCONT)
+    assert collector.wait(0, 30)["tick"] == 0
+
+
+def test_a_stopped_child_does_not_survive_close(collector: CollectorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT", 0.1)
+    os.kill(collector.pid, signal.SIGSTOP)
+    collector.close()
+    assert not psutil.pid_exists(collector.pid)
+
+
+def test_an_answer_to_another_tick_is_refused(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    stand(collector, model)
+    collector.command(1)
+    with pytest.raises(CollectorFailed, match="expected tick 0 from the collector, got signal 1"):
+        collector.wait(0, 30)
+
+
+def test_a_setup_error_arrives_as_one_message(capfd: pytest.CaptureFixture[str]) -> None:
+    before, children = descriptors(), psutil.Process().children()
+    with pytest.raises(CollectorFailed) as caught:
+        CollectorProcess(G1, ENVS, [99999])
+    text = str(caught.value)
+    assert text.startswith("the collector raised ValueError: env.cpu_ids=[99999] names CPU 99999")
+    assert "\n" not in text
+    assert "Traceback" in capfd.readouterr().err
+    del caught
+    assert descriptors() == before
+    assert psutil.Process().children() == children
+
+
+def test_an_interrupt_while_starting_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, children = descriptors(), psutil.Process().children()
+    monkeypatch.setattr(Pipe, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CollectorProcess(G1, ENVS, None)
+    assert psutil.Process().children() == children
+    assert descriptors() == before
+
+
+def test_closing_twice_leaves_neither_process_nor_descriptor() -> None:
+    before = descriptors()
+    child = CollectorProcess(G1, ENVS, None)
+    pid = child.pid
+    child.close()
+    child.close()
+    assert not psutil.pid_exists(pid)
+    del child
+    assert descriptors() == before
+
+
+def test_code_in_the_working_folder_is_not_taken_for_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unilab").mkdir()
+    for name in ("unilab/__init__.py", "unilab/collector.py", "json.py", "mujoco.py"):
+        (tmp_path / name).write_text("raise SystemExit(77)\n")
+    monkeypatch.setenv("MUJOCO_GL", "nonsense")
+    child = CollectorProcess(G1, ENVS, None)
+    child.close()
+
+
+PARENT = """
+import sys, numpy as np
+from unilab.physics.process import CollectorProcess
+from unilab.physics.spec import PhysicsSpec
+child = CollectorProcess(PhysicsSpec.from_json({spec!r}), {envs}, None)
+print(child.pid, flush=True)
+tick = 0
+while True:
+    child.command(tick)
+    child.wait(tick)
+    child.channel.release(tick)
+    tick += 1
+"""
+
+
+def test_a_killed_parent_leaves_no_collector_behind() -> None:
+    code = PARENT.format(spec=G1.to_json(), envs=ENVS)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until_gone(pid, 10)
