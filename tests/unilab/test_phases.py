@@ -1,0 +1,505 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unilab.environment import Environment
+from unilab.phases import ActPhase, UpdatePhase, transition_widths
+from unilab.physics.spec import KEEP, RESET
+from unilab.replay import ReplayRing
+from unilab.sac.config import SacConfig
+from unilab.sac.learner import SacLearner
+from unilab.sac.objectives import Batch
+from unilab.state import StateRegistry
+from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
+
+CPU = torch.device("cpu")
+ENVS = 8
+WIDTHS = transition_widths(98, 101, 29)
+
+
+class OpenRegistry(StateRegistry):
+    """A registry that shows the tensors themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+
+    def tensor(self, name: str, value: Tensor) -> Tensor:
+        self.tensors[name] = value
+        return super().tensor(name, value)
+
+
+@dataclass
+class Rig:
+    """Everything of a rank but the collector, whose answers are made up."""
+
+    env: Environment
+    learner: SacLearner
+    replay: ReplayRing
+    act: ActPhase
+    update: UpdatePhase
+    registry: OpenRegistry
+    ticks: int = 0
+
+    def answer(self, falling: list[int], broken: list[int]) -> None:
+        """Physics rows of robots near rest, some of which fall and some of which are not finite."""
+        source = torch.Generator().manual_seed(1000 + self.ticks)
+        noise = 0.01 * torch.randn(self.env.fields[:, :-1].shape, generator=source)
+        self.env.fields.copy_(self.env.task.idle_row.expand(ENVS, -1))
+        self.env.fields[:, :-1].add_(noise)
+        self.env.fields[falling, 2] = 0.1
+        self.env.fields[broken, 20] = math.nan
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """One whole tick; another robot falls in each, and in every third the rows of another one are broken."""
+        self.answer([self.ticks % ENVS], [(self.ticks + 3) % ENVS] if self.ticks % 3 == 0 else [])
+        self.act.run()
+        self.update.run()
+
+
+def settings(**given: int) -> SacConfig:
+    small = {"actor_hidden_dim": 16, "critic_hidden_dim": 16, "num_atoms": 11, "batch_size": 16}
+    return SacConfig(**{**small, "num_envs": ENVS, "updates_per_step": 8, "policy_frequency": 4, **given})
+
+
+def build(seed: int = 3, ring: int = 64, **given: int) -> Rig:
+    """A rig whose actor depends on what it sees; a fresh one would not."""
+    config, registry = settings(**given), OpenRegistry()
+    torch.manual_seed(seed)
+    streams = []
+    for index, name in enumerate(("environment", "exploration", "update")):
+        generator = torch.Generator().manual_seed(10 * seed + index)
+        streams.append(registry.generator(f"random/{name}", generator))
+    task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), ENVS, CPU, "reference")
+    env = Environment(task, ENVS, CPU, streams[0], registry)
+    learner = SacLearner(config, task.obs_dim, task.critic_dim, task.action_dim, CPU, False, registry)
+    nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
+    replay = ReplayRing(ring * ENVS, WIDTHS, CPU, registry)
+    act = ActPhase(env, learner, replay, streams[1], registry)
+    update = UpdatePhase(learner, replay, config, task.action_dim, streams[2], registry)
+    return Rig(env, learner, replay, act, update, registry)
+
+
+def begun(seed: int = 3, ring: int = 64, **given: int) -> Rig:
+    """A rig after tick 0's command, no time limit near."""
+    rig = build(seed, ring, **given)
+    rig.act.begin()
+    rig.env.episodes.steps.zero_()
+    return rig
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of entries that are not bit-equal, NaN counting as itself."""
+    assert set(one) == set(other)
+    return [name for name in one if not torch.equal(torch.nan_to_num(one[name]), torch.nan_to_num(other[name]))]
+
+
+# --- what a captured graph must not hold -----------------------------------------------------------------------------
+
+
+class HostSyncError(AssertionError):
+    """A value was read on the host, crossed devices, or decided about a shape."""
+
+
+class _NoPythonReads(TorchFunctionMode):
+    """Reads that a CPU tensor answers without dispatching an operation."""
+
+    forbidden = frozenset(
+        {"tolist", "numpy", "cpu", "item", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.forbidden:
+            raise HostSyncError(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoSyncingOperations(TorchDispatchMode):
+    """Operations, those of the backward pass included, whose result or its shape the host has to learn."""
+
+    tags = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen.append(name)
+        if name in {"index", "index_put", "index_put_", "_index_put_impl_"}:  # tagged whatever their indices are
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                raise HostSyncError(f"{name} with a mask")
+        elif self.tags.intersection(func.tags):
+            raise HostSyncError(name)
+        if name == "lift_fresh":
+            raise HostSyncError("a constant from the host")
+        result = func(*args, **(kwargs or {}))
+        if len({leaf.device for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)}) > 1:
+            raise HostSyncError(f"{name} between devices")
+        return result
+
+
+@contextmanager
+def no_host_sync() -> Iterator[list[str]]:
+    """Raise `HostSyncError` on the first offence; gives the names of the operations run."""
+    operations = _NoSyncingOperations()
+    with _NoPythonReads(), operations:
+        yield operations.seen
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.ones(3)[gradient > 0].sum()
+
+
+def _assign_by_mask(x: Tensor) -> None:
+    x[x > 0] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "offence",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: float(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
+        lambda x: x.to("meta"),
+        lambda x: x.new_empty(3, device="meta").copy_(x),
+        lambda x: x + torch.tensor(1.0),
+        lambda x: x[x > 0],
+        _assign_by_mask,
+        torch.nonzero,
+        torch.unique,
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.repeat_interleave(x, x.long()),
+        lambda x: _ReadsInBackward.apply(x.requires_grad_()).sum().backward(),
+    ],
+)
+def test_the_detector_detects(offence: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(3)
+    offence(x.clone())
+    with pytest.raises(HostSyncError), no_host_sync():
+        offence(x)
+
+
+def test_the_detector_allows_indices_and_where() -> None:
+    x, index = torch.ones(3), torch.tensor([2, 0])
+    with no_host_sync() as seen:
+        _ = x[index], torch.where(x > 0, x, 0.0), x.index_copy(0, index, x[:2]), x[1:].sum()
+    assert {"index", "where", "index_copy"} <= set(seen)
+
+
+def test_no_phase_reads_on_the_host() -> None:
+    rig = build()
+    with no_host_sync() as seen:
+        rig.act.begin()
+    for falling, broken in (([], []), ([1, 2], [3])):
+        rig.answer(falling, broken)
+        with no_host_sync() as seen:
+            rig.act.run()
+            rig.update.run()
+        assert rig.env.finished.nonzero().flatten().tolist() == falling + broken
+        assert {"index_copy_", "native_layer_norm_backward", "silu_backward", "_fused_adamw_", "lerp_"} <= set(seen)
+        assert seen.count("native_layer_norm_backward") >= 8 * 3
+
+
+def test_shapes_do_not_depend_on_data() -> None:
+    """The same operations with the same shapes, whether every robot stands, falls or breaks."""
+    traces: list[list[Any]] = []
+
+    class Trace(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            shapes = [leaf.shape for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+            traces[-1].append((str(func), shapes))
+            return result
+
+    everyone = list(range(ENVS))
+    for falling, broken in (([], []), (everyone, []), ([], everyone), ([1], [2, 3])):
+        rig = begun()
+        rig.answer(falling, broken)
+        traces.append([])
+        with Trace():
+            rig.act.run()
+            rig.update.run()
+    assert len(traces[0]) > 500
+    assert all(trace == traces[0] for trace in traces)
+
+
+def test_every_registered_tensor_keeps_its_address() -> None:
+    rig = build()
+    watched = {**rig.registry.tensors, **{f"report/{name}": value for name, value in rig.learner.report().items()}}
+    watched |= {f"module/{n}/{m}": p for n, net in rig.learner.modules().items() for m, p in net.named_parameters()}
+    watched |= {"rows": rig.replay.rows, "log_alpha": rig.learner.log_alpha}
+    addresses = {name: (value.data_ptr(), value.shape, value.stride()) for name, value in watched.items()}
+    assert all(pointer for pointer, *_ in addresses.values())
+    rig.act.begin()
+    for _ in range(3):
+        rig.tick()
+    rig.registry.restore(rig.registry.snapshot())
+    assert {name: (value.data_ptr(), value.shape, value.stride()) for name, value in watched.items()} == addresses
+    assert rig.learner.report().keys() == {name.split("/", 1)[1] for name in watched if name.startswith("report/")}
+
+
+# --- reproducibility -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ring", "ticks"), [(64, 3), (2, 1)], ids=["filling", "wrapping"])
+def test_running_again_from_a_snapshot_is_bit_equal(ring: int, ticks: int) -> None:
+    """What capture relies on: warm-up ticks can be undone. In a full ring that holds for one tick.
+
+    Rows are not part of the snapshot: a tick writes the same ones again before it draws.
+    """
+    rig = begun(ring=ring)
+    for _ in range(4):
+        rig.tick()
+    before, start = rig.registry.snapshot(), rig.ticks
+    runs = []
+    for _ in range(2):
+        rig.registry.restore(before)
+        rig.ticks = start
+        for _ in range(ticks):
+            rig.tick()
+        runs.append(rig.registry.snapshot() | {"rows": rig.replay.rows[:-1].clone()})
+    assert differences(*runs) == []
+    moved = differences(before, rig.registry.snapshot())
+    assert {"actor/parameters", "critic_target/parameters", "replay/position", "random/update"} <= set(moved)
+
+
+def test_the_registry_is_the_whole_state() -> None:
+    """A rank built from another seed goes on exactly like this one, once it has its registry and rows."""
+    rig, other = begun(seed=3), begun(seed=4)
+    for _ in range(2):
+        rig.tick()
+        other.tick()
+    assert "critic/parameters" in differences(rig.registry.snapshot(), other.registry.snapshot())
+    other.registry.restore(rig.registry.snapshot())
+    other.replay.rows.copy_(rig.replay.rows)
+    for _ in range(2):
+        rig.tick()
+        other.tick()
+    assert differences(rig.registry.snapshot(), other.registry.snapshot()) == []
+
+
+def test_the_seed_decides_everything() -> None:
+    states = []
+    for seed in (3, 3, 4):
+        rig = build(seed=seed)
+        rig.act.begin()
+        for _ in range(2):
+            rig.tick()
+        states.append(rig.registry.snapshot() | {"rows": rig.replay.rows[:-1].clone()})
+    assert differences(states[0], states[1]) == []
+    drawn = {"act/noise", "update/noise", "update/indices", "env/uniforms", "actor/parameters", "env/obs", "rows"}
+    assert drawn <= set(differences(states[0], states[2]))
+
+
+def test_every_tick_draws_anew() -> None:
+    rig = begun()
+    seen: dict[str, list[Tensor]] = {"act/noise": [], "update/noise": [], "update/indices": [], "env/uniforms": []}
+    for _ in range(3):
+        rig.tick()
+        for name, values in seen.items():
+            values.append(rig.registry.tensors[name].clone())
+    for name, (first, second, third) in seen.items():
+        assert (first != second).float().mean() > 0.99, name
+        assert (second != third).float().mean() > 0.99, name
+
+
+# --- update phase ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("updates", "frequency", "actor_updates"), [(8, 4, 2), (5, 2, 3), (3, 1, 3), (2, 4, 1)], ids=str
+)
+def test_updates_per_cycle(updates: int, frequency: int, actor_updates: int) -> None:
+    rig = begun(updates_per_step=updates, policy_frequency=frequency)
+    for _ in range(3):
+        rig.tick()
+    state = rig.registry.snapshot()
+    steps = [state[f"{name}/adamw_step"].item() for name in ("critic", "temperature", "actor")]
+    assert steps == [3 * updates, 3 * updates, 3 * actor_updates]
+
+
+class RecordingLearner:
+    """Keeps what every update was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Batch, Tensor, Tensor | None]] = []
+
+    def update(self, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
+        self.calls.append((batch, critic_noise, actor_noise))
+
+
+def recorded(updates: int, frequency: int, fill: int = 40) -> tuple[UpdatePhase, Any, ReplayRing, torch.Generator]:
+    """An update phase around a recorder, and a ring whose row r holds r + column / 1000."""
+    registry, learner = StateRegistry(), RecordingLearner()
+    config = settings(updates_per_step=updates, policy_frequency=frequency, batch_size=5)
+    replay = ReplayRing(64, WIDTHS, CPU, registry)
+    replay.rows.copy_(torch.arange(65.0).unsqueeze(1) + torch.arange(430) / 1000)
+    replay.size.fill_(fill)
+    generator = torch.Generator().manual_seed(9)
+    phase = UpdatePhase(learner, replay, config, 29, generator, registry)
+    return phase, learner, replay, generator
+
+
+def test_a_row_has_the_documented_width_and_order() -> None:
+    assert sum(max(width, 1) for width in WIDTHS.values()) == 2 * 98 + 29 + 3 + 2 * 101 == 430
+    assert list(WIDTHS) == ["obs", "next_obs", "action", "reward", "done", "timeout", "critic", "next_critic"]
+
+
+@pytest.mark.parametrize(("updates", "frequency", "actor_at"), [(8, 4, [0, 4]), (5, 2, [0, 2, 4]), (3, 1, [0, 1, 2])])
+def test_actor_updates_come_first_and_then_every_policy_frequency(
+    updates: int, frequency: int, actor_at: list[int]
+) -> None:
+    phase, learner, _, _ = recorded(updates, frequency)
+    phase.run()
+    assert len(learner.calls) == updates
+    assert [index for index, (_, _, noise) in enumerate(learner.calls) if noise is not None] == actor_at
+
+
+def test_every_update_has_its_own_noise() -> None:
+    phase, learner, _, _ = recorded(8, 4)
+    for _ in range(2):
+        phase.run()
+    assert [call[1].data_ptr() for call in learner.calls[:8]] == [call[1].data_ptr() for call in learner.calls[8:]]
+    given = [noise for call in learner.calls[8:] for noise in call[1:] if noise is not None]
+    assert len(given) == 10
+    assert all(noise.shape == (5, 29) for noise in given)
+    stacked = torch.stack(given).flatten(1)
+    assert len(stacked.flatten().unique()) > 0.99 * stacked.numel()
+    assert abs(stacked.mean().item()) < 0.1
+    assert stacked.std().item() == pytest.approx(1, abs=0.1)
+
+
+def test_updates_take_consecutive_slices_of_the_gathered_rows() -> None:
+    """Indices are the first draw of the stream, noise the second."""
+    phase, learner, replay, generator = recorded(3, 4)
+    begin = generator.get_state()
+    phase.run()
+    generator.set_state(begin)
+    indices = torch.empty(15, dtype=torch.int64).random_(generator=generator) % 40
+    noise = torch.empty(4, 5, 29).normal_(generator=generator)
+    for update, (batch, critic_noise, _) in enumerate(learner.calls):
+        rows = replay.rows[indices[5 * update : 5 * update + 5]]
+        for name, part in replay.split(rows).items():
+            assert torch.equal(getattr(batch, name), part), name
+        assert torch.equal(critic_noise, noise[update])
+    assert torch.equal(learner.calls[0][2], noise[3])
+
+
+def test_the_batch_is_gathered_anew_into_the_same_memory() -> None:
+    phase, learner, replay, _ = recorded(2, 4)
+    for fill in (40, 1):
+        replay.size.fill_(fill)
+        phase.run()
+        values = torch.cat([call[0].obs for call in learner.calls[-2:]])[:, 0]
+        assert len(values.unique()) == (1 if fill == 1 else pytest.approx(9, abs=2))
+    assert learner.calls[0][0] is learner.calls[2][0]
+
+
+# --- act phase -------------------------------------------------------------------------------------------------------
+
+
+def test_begin_acts_on_the_first_observation_and_stores_nothing() -> None:
+    rig = build()
+    rig.act.begin()
+    noise = rig.registry.tensors["act/noise"]
+    expected, _ = rig.learner.actor.sample(rig.env.obs, noise)
+    assert torch.equal(rig.env.actions, expected)
+    assert rig.env.codes.tolist() == [RESET] * ENVS
+    assert rig.replay.size.item() == 0
+    assert noise.abs().min() > 0
+
+
+def test_a_transition_joins_what_the_action_saw_to_what_it_led_to() -> None:
+    rig = begun()
+    saw, critic_saw, action = rig.env.obs.clone(), rig.env.critic.clone(), rig.env.actions.clone()
+    rig.env.episodes.steps[5:7] = 999
+    rig.answer(falling=[1, 6], broken=[2])
+    rig.act.run()
+    assert (rig.replay.size.item(), rig.replay.position.item()) == (7, 7)
+    parts = rig.replay.split(rig.replay.rows[:7])
+    kept = [0, 1, 3, 4, 5, 6, 7]
+    assert torch.equal(parts["obs"], saw[kept])
+    assert torch.equal(parts["critic"], critic_saw[kept])
+    assert torch.equal(parts["action"], action[kept])
+    assert torch.equal(parts["next_obs"], rig.env.next_obs[kept])
+    assert torch.equal(parts["next_critic"], rig.env.next_critic[kept])
+    assert torch.equal(parts["reward"], rig.env.reward[kept])
+    assert parts["done"].tolist() == [0, 1, 0, 0, 1, 1, 0]
+    assert parts["timeout"].tolist() == [0, 0, 0, 0, 1, 0, 0]  # row 6 fell in its last step
+    assert (rig.env.actions != action).all()
+
+
+def test_the_stored_next_observation_is_the_terminal_one() -> None:
+    rig = begun()
+    rig.answer(falling=[1], broken=[])
+    rig.act.run()
+    parts = rig.replay.split(rig.replay.rows[:ENVS])
+    assert torch.equal(parts["next_obs"][0], rig.env.obs[0])
+    assert not torch.equal(parts["next_obs"][1], rig.env.obs[1])
+    assert rig.env.codes.tolist() == [KEEP, RESET] + [KEEP] * 6
+
+
+def test_transitions_chain_over_ticks() -> None:
+    """The next observation of one tick is the observation of the following, unless an episode ended."""
+    rig = begun()
+    for _ in range(3):
+        rig.answer(falling=[], broken=[])
+        rig.act.run()
+    parts = rig.replay.split(rig.replay.rows[: 3 * ENVS])
+    assert torch.equal(parts["next_obs"][:-ENVS], parts["obs"][ENVS:])
+    assert torch.equal(parts["next_critic"][:-ENVS], parts["critic"][ENVS:])
+    assert torch.equal(parts["action"][:-ENVS], parts["obs"][ENVS:, 64:93])  # the last action is part of what is seen
+
+
+def test_the_next_action_comes_from_the_new_observation_and_the_current_weights() -> None:
+    rig = begun()
+    for falling in ([], [4]):
+        with torch.no_grad():
+            rig.learner.actor.mean.bias.add_(0.1)
+        rig.answer(falling, broken=[])
+        rig.act.run()
+        expected, _ = rig.learner.actor.sample(rig.env.obs, rig.registry.tensors["act/noise"])
+        assert torch.equal(rig.env.actions, expected)
+        assert torch.equal(rig.env.ctrl, rig.env.task.joint_default + expected)
+
+
+def test_acting_records_no_gradients() -> None:
+    rig = begun()
+    rig.answer([1], [2])
+    rig.act.run()
+    assert not any(value.requires_grad for value in rig.registry.tensors.values())
+    assert rig.learner.actor_group.gradient.count_nonzero() == 0
+
+
+def test_broken_rows_never_reach_an_update() -> None:
+    rig = begun(ring=2)
+    for _ in range(5):
+        rig.answer([0], [1, 2, 3])
+        rig.act.run()
+        rig.update.run()
+    assert rig.replay.rows[:-1].isfinite().all()
+    assert rig.learner.report()["Train/skipped_updates"].item() == 0
+    assert rig.replay.size.item() == 2 * ENVS
