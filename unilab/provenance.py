@@ -145,9 +145,9 @@ def _names() -> dict[str, str]:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(
-        command, check=True, capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=20
-    ).stdout
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook sets GIT_DIR
+    result = subprocess.run(command, check=True, capture_output=True, env=environment, timeout=20)
+    return result.stdout.decode(errors="surrogateescape")
 
 
 def _cpu_model() -> str:

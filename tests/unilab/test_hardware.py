@@ -1,0 +1,225 @@
+"""Which device, CPUs and threads a run gets, and when it does not fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from unilab import hardware
+from unilab.config import RunConfig, TrainingConfig
+from unilab.hardware import HostUnfit, available_memory, check_memory, choose_cpus, choose_device, learner_threads
+from unilab.physics.spec import PhysicsSpec
+from unilab.sac.config import SacConfig
+
+SPEC = PhysicsSpec("none.xml", 0.01, 2, "exact", 2, 1, 2, (("gyro", 3),), (("kp", 2),))
+GIB = 2**30
+Host = Callable[..., None]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host with the accelerators it is told to have."""
+
+    def build(gpus: int = 0, mps: bool = False, xpu: bool = False, visible: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return build
+
+
+def run_config(**training: Any) -> RunConfig:
+    return RunConfig(training=TrainingConfig(**training))
+
+
+def test_smoke_mode_is_the_cpu_whatever_there_is(host: Host) -> None:
+    host(gpus=2, visible="0,1")
+    assert choose_device(run_config(smoke=True)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("visible", [None, "3", "GPU-5f5b2c", "MIG-11"])
+def test_one_visible_gpu_is_the_learners(host: Host, capsys: pytest.CaptureFixture[str], visible: str | None) -> None:
+    host(gpus=1, visible=visible)
+    assert choose_device(run_config()) == torch.device("cuda", 0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_many_gpus_without_a_choice_are_one_rank_on_the_first(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host(gpus=8)
+    assert choose_device(run_config()) == torch.device("cuda", 0)
+    said = "8 GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first\n"
+    assert capsys.readouterr().out == said
+
+
+def test_many_chosen_gpus_are_refused(host: Host) -> None:
+    host(gpus=2, visible="4,5")
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=4,5 makes 2 ranks.*set it to one entry"):
+        choose_device(run_config())
+
+
+def test_the_deprecated_device_list_picks_within_the_visible(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host(gpus=2, visible="4,5")
+    assert choose_device(run_config(devices=[1])) == torch.device("cuda", 1)
+    assert capsys.readouterr().out.count("training.devices is deprecated") == 1
+
+
+@pytest.mark.parametrize("devices", [[], [0, 1], [2], [-1]])
+def test_impossible_device_lists(host: Host, devices: list[int]) -> None:
+    host(gpus=2, visible="4,5")
+    with pytest.raises(ValueError, match="one of the 2 visible devices is needed"):
+        choose_device(run_config(devices=devices))
+
+
+def test_mps_where_there_is_no_cuda(host: Host) -> None:
+    host(mps=True, xpu=True)
+    assert choose_device(run_config()) == torch.device("mps")
+
+
+@pytest.mark.parametrize(("xpu", "found"), [(True, "found an XPU, which is not supported"), (False, "found neither")])
+def test_no_accelerator_is_refused_and_names_the_way_out(host: Host, xpu: bool, found: str) -> None:
+    host(xpu=xpu)
+    with pytest.raises(HostUnfit) as caught:
+        choose_device(run_config())
+    assert found in str(caught.value)
+    assert str(caught.value).endswith("add training.smoke=true")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 2), (23, 2), (24, 3), (63, 7), (64, 8), (256, 8)]
+)
+def test_learner_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int) -> None:
+    monkeypatch.setattr(hardware, "allowed_cpus", lambda: list(range(cpus)))
+    assert learner_threads() == threads
+
+
+@pytest.mark.parametrize(("allowed", "workers"), [([3], [3]), ([2, 5], [5]), ([0, 1, 2, 9], [1, 2, 9])])
+def test_the_default_leaves_one_cpu_to_the_learner(
+    monkeypatch: pytest.MonkeyPatch, allowed: list[int], workers: list[int]
+) -> None:
+    monkeypatch.setattr(hardware, "LINUX", True)
+    monkeypatch.setattr(hardware, "allowed_cpus", lambda: allowed)
+    assert choose_cpus(None) == workers
+
+
+def test_no_default_where_threads_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "LINUX", False)
+    assert choose_cpus(None) is None
+
+
+def test_an_asked_list_is_kept_or_refused() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    assert choose_cpus((cpu,)) == [cpu]
+    for asked, message in (
+        ([], r"env\.cpu_ids=\[\] names no CPU"),
+        ([cpu, cpu], f"names CPU {cpu} twice"),
+        ([cpu, 99999], "names CPU 99999, which this process may not use; allowed: "),
+        ([-1], "names CPU -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_cpus(asked)
+
+
+def write_group(folder: Path, limit: int | str, used: int, cache: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cache}\nactive_file 5\ninactive_file {cache}\n")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with 100 GiB of free memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cache", "gib"),
+    [
+        (8 * GIB, 3 * GIB, 0, 5),
+        (8 * GIB, 8 * GIB, 6 * GIB, 6),  # full of file cache, which gives way
+        (8 * GIB, 9 * GIB, 0, 0),  # over the limit
+        (500 * GIB, GIB, 0, 100),  # the host has less
+        ("max", 3 * GIB, 0, 100),
+    ],
+)
+@pytest.mark.usefixtures("free")
+def test_memory_of_a_container(tmp_path: Path, limit: int | str, used: int, cache: int, gib: int) -> None:
+    write_group(tmp_path / "groups", limit, used, cache)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/\n")
+    assert available_memory(tmp_path / "groups", membership) == gib * GIB
+
+
+@pytest.mark.usefixtures("free")
+def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
+    groups, membership = tmp_path / "groups", tmp_path / "membership"
+    membership.write_text("12:memory:/elsewhere\n0::/slurm/job_7/step_0\n")
+    write_group(groups / "slurm" / "job_7" / "step_0", "max", GIB)
+    write_group(groups / "slurm" / "job_7", 20 * GIB, 4 * GIB)
+    write_group(groups / "slurm", 90 * GIB, 30 * GIB)
+    write_group(tmp_path, GIB, 0)  # above the root of the groups: not a group
+    assert available_memory(groups, membership) == 16 * GIB
+
+
+@pytest.mark.usefixtures("free")
+def test_no_control_groups_at_all(tmp_path: Path) -> None:
+    assert available_memory(tmp_path / "none", tmp_path / "nothing") == 100 * GIB
+
+
+def test_memory_of_this_host_is_a_number_of_bytes() -> None:
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+# Four environments: 6 pages of slots and command; ring 4 bytes x 10 columns x (4 x 8 rows + 2 x 16 gathered) = 2560.
+SMALL = SacConfig(num_envs=4, replay_buffer_n=8, updates_per_step=2, batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("device", "needed", "what"),
+    [
+        ("cpu", 24576 + 2560, "the ingress slots and the replay ring"),
+        ("mps", 24576 + 2560, "the ingress slots and the replay ring"),
+        ("cuda", 24576, "the ingress slots"),
+    ],
+)
+def test_a_run_may_take_four_fifths_of_the_hosts_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str, needed: int, what: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
+    enough = -(-needed * 5 // 4)
+    monkeypatch.setattr(hardware, "available_memory", lambda: enough)
+    check_memory(RunConfig(algo=SMALL), SPEC, 10, torch.device(device))
+    monkeypatch.setattr(hardware, "available_memory", lambda: enough - 1)
+    with pytest.raises(HostUnfit, match=f"^{what} need"):
+        check_memory(RunConfig(algo=SMALL), SPEC, 10, torch.device(device))
+
+
+def test_the_ring_must_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "available_memory", lambda: GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3200, GIB))
+    check_memory(RunConfig(algo=SMALL), SPEC, 10, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3199, GIB))
+    with pytest.raises(HostUnfit, match=r"^the replay ring on the device need"):
+        check_memory(RunConfig(algo=SMALL), SPEC, 10, torch.device("cuda"))
+
+
+def test_both_numbers_and_the_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "available_memory", lambda: 3 * GIB)
+    config = RunConfig(algo=SacConfig(num_envs=2**20, replay_buffer_n=64, updates_per_step=1, batch_size=1))
+    with pytest.raises(HostUnfit) as caught:  # slots 96 MiB, ring 4 x 10 x 2^26 bytes = 2.5 GiB
+        check_memory(config, SPEC, 10, torch.device("cpu"))
+    assert str(caught.value) == (
+        "the ingress slots and the replay ring need 2.59 GiB, 3.00 GiB are free and at most 80% of them may be taken; "
+        "lower algo.num_envs, algo.replay_buffer_n"
+    )
