@@ -1,0 +1,73 @@
+"""The metric of one run, as lines and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from repro import text
+from repro.schema import canonical_json
+from repro.throughput import Throughput
+
+
+def analysis(found: Throughput) -> dict[str, Any]:
+    """Every number of a measurement by name; series are left out."""
+    window = found.window
+    return {
+        "schema_version": 1,
+        "tag": found.tag,
+        "tail": found.tail,
+        "steps_per_second": found.steps_per_second,
+        "tail_mean": found.tail_mean,
+        "tail_median": found.tail_median,
+        "tail_p90": found.tail_p90,
+        "points": found.points,
+        "window": {
+            "points": window.points,
+            "first_step": window.first_step,
+            "last_step": window.last_step,
+            "seconds": window.seconds,
+        },
+        "window_sensitivity": {f"{tail:g}": value for tail, value in found.window_sensitivity.items()},
+        "learner_rows_per_second": found.learner_rows_per_second,
+        "physics_fraction": found.physics_fraction,
+        "exposed_ms": found.exposed_ms,
+        "learner_cycle_ms": found.learner_cycle_ms,
+        "mean_reward": found.mean_reward,
+        "mean_episode_length": found.mean_episode_length,
+        "startup_seconds": found.startup_seconds,
+        "notes": found.notes,
+    }
+
+
+def analysis_json(found: Throughput) -> str:
+    """The measurement as JSON text."""
+    return canonical_json(analysis(found))
+
+
+def analysis_lines(found: Throughput) -> list[str]:
+    """The measurement as aligned lines; what was not recorded is left out."""
+    window = found.window
+    steps = window.last_step - window.first_step
+    sensitivity = ", ".join(
+        f"{text.rate(value)} (last {tail:.0%})" for tail, value in sorted(found.window_sensitivity.items())
+    )
+    pairs: list[tuple[str, str | None]] = [
+        ("env steps/s", f"{text.rate(found.steps_per_second)}  ({steps:,} steps in {text.number(window.seconds)} s)"),
+        ("window", f"{text.count_of(window.points, 'event')} of {found.points:,} (last {found.tail:.0%})"),
+        ("other windows", sensitivity),
+        (f"mean of {found.tag}", f"{text.significant(found.tail_mean, 5)}  (a mean of logged values, not the metric)"),
+        ("learner rows/s", _if(found.learner_rows_per_second, text.rate(found.learner_rows_per_second))),
+        ("physics share", _if(found.physics_fraction, text.percent(found.physics_fraction))),
+        ("exposed", _if(found.exposed_ms, f"{text.number(found.exposed_ms)} ms")),
+        ("learner", _if(found.learner_cycle_ms, f"{text.number(found.learner_cycle_ms)} ms")),
+        ("start-up", _if(found.startup_seconds, f"{text.number(found.startup_seconds, 1)} s")),
+        ("last reward", _if(found.mean_reward, text.number(found.mean_reward))),
+        ("last episode", _if(found.mean_episode_length, f"{text.number(found.mean_episode_length, 1)} control steps")),
+        *(("note", note) for note in found.notes),
+    ]
+    width = max(len(name) for name, _ in pairs)
+    return [f"{name:<{width}}  {value}" for name, value in pairs if value is not None]
+
+
+def _if(value: float | None, shown: str) -> str | None:
+    return None if value is None else shown

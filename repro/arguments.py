@@ -1,0 +1,86 @@
+"""The command line of the suite: every flag, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from repro.matrix import builtin_names
+from unilab.names import EXIT_USAGE, TOTAL_FPS
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and where help is, exit 2."""
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+
+
+def build_parser() -> Parser:
+    """Build the parser; a test lists every flag, so a change here is a change of the interface."""
+    parser = Parser(prog="repro", description="Run, measure, report and verify training matrices.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, summary, add in (
+        ("doctor", "what this host can run", _add_doctor),
+        ("plan", "cells, order, placement and time of a matrix; starts nothing", _add_plan),
+        ("run", "run a matrix and write its report", _add_run),
+        ("analyze", "the metric of one run", _add_analyze),
+        ("report", "compute and render a report again from its raw files", _add_report),
+        ("verify", "check reports against their raw files", _add_verify),
+    ):
+        add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+    return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--matrix", metavar="M", help="look at this matrix only; exit 3 if the host cannot hold it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="report folder; -2, -3 … is appended if it has content")
+    parser.add_argument("--prefix", metavar="P", help="start of every run's name")
+    parser.add_argument(
+        "--override", metavar="K=V", nargs="+", action="extend", default=[], help="trainer settings of every run"
+    )
+    parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
+    parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
+    parser.add_argument("--fail-fast", action="store_true", help="stop after the first run without a number")
+    parser.add_argument("--dry-run", action="store_true", help="print commands, environment, placement; start nothing")
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    shipped = ", ".join(builtin_names())
+    parser.add_argument("cases", metavar="CASE", nargs="*", help="cases of a shipped matrix, instead of --matrix")
+    parser.add_argument("--matrix", metavar="NAME|FILE", help=f"{shipped}, a TOML file, or auto (widest that fits)")
+    parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each case")
+    parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run")
+
+
+def _add_analyze(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder with one TensorBoard event file")
+    parser.add_argument("--tag", metavar="T", default=TOTAL_FPS, help=f"events to use (default {TOTAL_FPS})")
+    parser.add_argument("--tail", metavar="F", type=float, default=0.5, help="last part of the events (default 0.5)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="report folder")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare bytes; exit 1 if they differ")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
+    )

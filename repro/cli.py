@@ -1,0 +1,217 @@
+"""The ``repro`` command: dispatches, and turns what happened into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from repro.arguments import build_parser
+from repro.doctor import choose_matrix, diagnose, doctor_lines
+from repro.dry_run import plan_lines
+from repro.errors import HostUnfitError, UsageError
+from repro.host import Host, find_host
+from repro.matrix import Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.place import Cpu
+from repro.plan import TRAINER, Plan, make_plan
+from repro.provenance import find_source
+from repro.schema import canonical_json
+from repro.text import count_of, duration
+from unilab.names import (
+    COMMAND_FILE,
+    CONFIG_FILE,
+    EXIT_FAILED,
+    EXIT_HOST_UNFIT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+)
+
+# Modules that read events and draw figures take a second to import; the commands that need them import them.
+
+
+def main(argv: Sequence[str] | None = None, *, trainer: Sequence[str] = TRAINER) -> int:
+    """Run the command line; return its exit code.
+
+    Args:
+        argv: Arguments after the program's name; None takes the process's own.
+        trainer: Start of the command that runs one cell; the cell's own arguments follow it.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _dispatch(arguments, trainer)
+    except UsageError as error:
+        return _refuse(str(error), EXIT_USAGE)
+    except HostUnfitError as error:
+        return _refuse(str(error), EXIT_HOST_UNFIT)
+    except OSError as error:
+        return _refuse(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", EXIT_INTERRUPTED)
+
+
+def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    match arguments.command:
+        case "doctor":
+            return _doctor(arguments)
+        case "plan":
+            return _plan(arguments, trainer)
+        case "run":
+            return _run(arguments, trainer)
+        case "analyze":
+            return _analyze(arguments)
+        case "report":
+            return _report(arguments)
+        case _:
+            return _verify(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    host, topology = find_host()
+    found = diagnose(host, topology, arguments.matrix)
+    sys.stdout.write(canonical_json(found) if arguments.json else _lines(doctor_lines(found)))
+    unfit = arguments.matrix is not None and not all(fit.fits for fit in found.matrices)
+    return EXIT_HOST_UNFIT if unfit else EXIT_OK
+
+
+def _plan(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    host, topology = find_host()
+    matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, ())
+    plan = make_plan(matrix, host, topology, find_source(), inherited=list(os.environ), trainer=trainer)
+    sys.stdout.write(canonical_json(plan) if arguments.json else _lines(plan_lines(plan)))
+    return EXIT_OK
+
+
+def _run(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    host, topology = find_host()
+    if arguments.require_gpu and host.gpu_unusable is not None:
+        raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
+    plan = _plan_run(arguments, host, topology, trainer)
+    if arguments.dry_run:
+        sys.stdout.write(_lines(plan_lines(plan)))
+        return EXIT_OK
+    if not plan.runnable:
+        reasons = dict.fromkeys(f"{cell.case}: {cell.skip_reason}" for cell in plan.cells)
+        raise HostUnfitError(f"matrix {plan.matrix.name} cannot run here: {'; '.join(reasons)}")
+    return _run_plan(arguments, plan, host, trainer)
+
+
+def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
+    overrides = tuple(arguments.override)
+    matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
+    return make_plan(
+        matrix,
+        host,
+        topology,
+        find_source(),
+        inherited=list(os.environ),
+        prefix=arguments.prefix,
+        timeout=arguments.timeout,
+        trainer=trainer,
+    )
+
+
+def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
+    """The matrix that the command line names; `auto` says on stderr which it is and why."""
+    if arguments.cases and arguments.matrix is not None:
+        raise UsageError(f"name cases ({' '.join(arguments.cases)}) or --matrix {arguments.matrix}, not both")
+    if arguments.cases:
+        return matrix_of_cases(arguments.cases)
+    if arguments.matrix is None:
+        raise UsageError(f"name cases or a matrix: --matrix {', '.join([*builtin_names(), 'auto'])} or a TOML file")
+    if arguments.matrix != "auto":
+        return load_matrix(arguments.matrix)
+    name, why = choose_matrix(host)
+    print(f"matrix {name}: {why}", file=sys.stderr)
+    return load_matrix(name)
+
+
+def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from repro.headline import closing_lines
+    from repro.layout import REPORT_FILE
+    from repro.live import SessionView
+    from repro.report import write_report
+    from repro.result import missing_cells
+    from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
+
+    out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
+    print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    if plan.cleared_environment:
+        print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
+    sys.stdout.flush()
+    journal, view = start_session(plan, host, out_dir), SessionView(plan, Console())
+    interrupted = run_cells(
+        plan, journal, out_dir, view, trainer=trainer, inherited=os.environ, fail_fast=arguments.fail_fast
+    )
+    report = write_report(out_dir)
+    closing = closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", next_step(report.result, out_dir))
+    sys.stdout.write(_lines(closing))
+    code = exit_code(report.result, missing_cells(report.evidence), plan)
+    return EXIT_INTERRUPTED if interrupted else code
+
+
+def _analyze(arguments: argparse.Namespace) -> int:
+    from repro.analyze import analysis_json, analysis_lines
+    from repro.events import Refusal
+    from repro.throughput import measure
+
+    if arguments.output is not None and arguments.output.exists():
+        raise UsageError(f"--output {arguments.output} exists; older results are never replaced, choose another name")
+    if not arguments.run_dir.is_dir():
+        raise UsageError(f"{arguments.run_dir} is not a folder; give the folder of one run")
+    own = any((arguments.run_dir / name).exists() for name in (CONFIG_FILE, COMMAND_FILE))
+    if not 0.0 < arguments.tail <= 1.0:
+        raise UsageError(f"--tail {arguments.tail:g}: must be above 0 and at most 1")
+    try:
+        found = measure(arguments.run_dir, arguments.tail, arguments.tag, require_run_end=own)
+    except Refusal as refusal:
+        return _refuse(f"no number: {refusal.code}: {refusal}", EXIT_FAILED)
+    if arguments.output is not None:
+        arguments.output.write_text(analysis_json(found), encoding="utf-8")
+    sys.stdout.write(analysis_json(found) if arguments.json else _lines(analysis_lines(found)))
+    return EXIT_OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from repro.layout import MANIFEST_FILE, REPORT_FILE
+    from repro.report import changed_inputs, compare_report, derive_report, write_report
+    from repro.verify import check_folder
+
+    out_dir: Path = check_folder(arguments.out_dir)
+    changed = changed_inputs(out_dir) if (out_dir / MANIFEST_FILE).exists() else []
+    if changed:
+        sys.stdout.write(_lines(changed))
+        return _refuse(f"{out_dir}: raw files do not fit {MANIFEST_FILE}; nothing was rendered", EXIT_FAILED)
+    if not arguments.check:
+        write_report(out_dir)
+        print(out_dir / REPORT_FILE)
+        return EXIT_OK
+    problems, remarks = compare_report(out_dir, derive_report(out_dir))
+    sys.stdout.write(_lines([*problems, *remarks]))
+    print(f"{out_dir}: {count_of(len(problems), 'file')} differ" if problems else f"{out_dir}: up to date")
+    return EXIT_FAILED if problems else EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from repro.session import REPORTS
+    from repro.verify import check_folder, find_reports, verify
+
+    folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
+    return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"repro: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""A plan as text: what would run, where, in which order, with which environment and command."""
+
+from __future__ import annotations
+
+import shlex
+
+from repro import text
+from repro.plan import Cell, Plan
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Describe a plan: table of cells, changes of the environment, one command for each cell."""
+    matrix = plan.matrix
+    smoke = ", SMOKE (CPU, never a benchmark)" if matrix.smoke else ""
+    cleared = ", ".join(plan.cleared_environment) or "nothing"
+    return [
+        f"matrix {matrix.name}{smoke}: {matrix.reason}",
+        f"{text.count_of(len(plan.runnable), 'run')}, about {text.duration(plan.estimated_seconds)}, "
+        f"at most {text.duration(plan.timeout_seconds)} each",
+        "",
+        _table(plan),
+        "",
+        f"taken out of the environment: {cleared}",
+        "commands, in the report's folder:",
+        *(f"  {_command(plan, cell)}" for cell in plan.runnable),
+        *(f"skipped {cell.id}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None),
+    ]
+
+
+def _table(plan: Plan) -> str:
+    rows = [
+        [
+            str(number),
+            cell.id,
+            "warm-up, discarded" if cell.warmup else "skipped" if cell.skip_reason else "measured",
+            str(len(cell.cpu_ids)) if cell.cpu_ids else text.NOTHING,
+            text.cpu_list(cell.cpu_ids or ()),
+            ",".join(cell.gpus) or "none",
+            cell.content_sha256[:12],
+        ]
+        for number, cell in enumerate(plan.cells, start=1)
+    ]
+    return text.plain_table(("#", "cell", "kind", "workers", "CPUs", "GPU", "content"), rows, "rllrlll")
+
+
+def _command(plan: Plan, cell: Cell) -> str:
+    variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(cell.environment.items())]
+    return " ".join([*variables, shlex.join([*plan.trainer, *cell.arguments])])

@@ -1,0 +1,239 @@
+"""Reads what a session left in its folder, and nothing else, and decides which cells have a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from repro.errors import UsageError
+from repro.events import Reason, Refusal
+from repro.host import Host
+from repro.journal import Entry, read_journal
+from repro.layout import HOST_FILE, JOURNAL_FILE, PLAN_FILE, is_derived
+from repro.manifest import file_sha256, list_files
+from repro.plan import Cell, Plan
+from repro.run_files import read_json
+from repro.schema import read_model
+from repro.throughput import Throughput, measure
+from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, MANIFEST_FILE
+
+# Reasons of the suite's own, beside those of `events.Reason`.
+NOT_AS_PLANNED = "not_as_planned"
+MISSING_PROVENANCE = "missing_provenance"
+STATUSES = (
+    "measured",  # has a number that counts
+    "discarded",  # a warm-up that ended well; its number does not count
+    "refused",  # ended well, but no number may be given
+    "failed",  # the trainer failed
+    "host_unfit",  # the trainer says that this host cannot do it
+    "timeout",  # ended by the suite
+    "interrupted",  # ended by the user
+    "not_run",  # the session ended before its turn
+    "skipped",  # the plan knew that this host cannot hold it
+)
+
+
+@dataclass(frozen=True, eq=False)
+class CellEvidence:
+    """One planned cell and what became of it.
+
+    Attributes:
+        cell: The planned cell.
+        status: One of `STATUSES`.
+        reason: Why there is no number, or None.
+        throughput: The measurement, or None.
+        fingerprint: What must be equal within a group: commit, difference, source hash, versions. None without a run.
+        has_run: Whether there is a run directory.
+    """
+
+    cell: Cell
+    status: str
+    reason: str | None
+    throughput: Throughput | None
+    fingerprint: Mapping[str, str] | None
+    has_run: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A session's folder, read.
+
+    Attributes:
+        plan: The plan.
+        host: Facts of the host.
+        journal: What happened.
+        cells: One entry for each planned cell, in order.
+        inputs: SHA-256 of every raw file by its relative path.
+    """
+
+    plan: Plan
+    host: Host
+    journal: tuple[Entry, ...]
+    cells: tuple[CellEvidence, ...]
+    inputs: Mapping[str, str]
+
+
+def read_evidence(out_dir: Path) -> Evidence:
+    """Read a session's folder.
+
+    Raises:
+        UsageError: If the plan, the host's facts or the journal are missing or malformed, or contradict each other.
+    """
+    plan = read_model(Plan, out_dir / PLAN_FILE)
+    host = read_model(Host, out_dir / HOST_FILE)
+    journal = read_journal(out_dir)
+    ended = _ended(plan, journal)
+    started = {entry.cell for entry in journal if entry.event == "cell_started"}
+    cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id)) for cell in plan.cells)
+    return Evidence(plan, host, journal, refuse_mixed_groups(cells), hash_inputs(out_dir))
+
+
+def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
+    """Decide about one cell right after its end; the groups are not looked at."""
+    return _judge(out_dir, plan, cell, True, entry)
+
+
+def hash_inputs(out_dir: Path) -> dict[str, str]:
+    """SHA-256 of every file that is not derived from the others, by relative path."""
+    return {name: file_sha256(out_dir / name) for name in list_files(out_dir)[0] if not is_derived(name)}
+
+
+def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
+    known = {cell.id for cell in plan.cells}
+    ended: dict[str, Entry] = {}
+    for entry in journal:
+        if entry.cell is not None and entry.cell not in known:
+            raise UsageError(f"{JOURNAL_FILE} names cell {entry.cell!r}, which is not in {PLAN_FILE}")
+        if entry.event == "cell_ended" and entry.cell is not None:
+            if entry.cell in ended:
+                raise UsageError(f"{JOURNAL_FILE} ends cell {entry.cell!r} twice")
+            ended[entry.cell] = entry
+    return ended
+
+
+def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None) -> CellEvidence:
+    has_run = (out_dir / cell.run).is_dir()
+
+    def verdict(status: str, reason: str | None) -> CellEvidence:
+        return CellEvidence(cell, status, reason, None, None, has_run)
+
+    if cell.skip_reason is not None:
+        return verdict("skipped", cell.skip_reason)
+    if not started:
+        return verdict("not_run", "the session ended before its turn")
+    if entry is None:
+        return verdict("interrupted", "the journal has no end of this cell")
+    if entry.outcome != "exited":
+        return verdict(str(entry.outcome), entry.reason)
+    if entry.exit_code == EXIT_HOST_UNFIT:
+        return verdict("host_unfit", entry.reason)
+    if entry.exit_code != EXIT_OK:
+        return verdict("failed", entry.reason)
+    return _measured(out_dir, plan, cell)
+
+
+def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
+    run_dir = out_dir / cell.run
+    try:
+        throughput = measure(run_dir)
+        config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
+        command = read_json(run_dir / COMMAND_FILE)
+    except Refusal as refusal:
+        reason = f"{refusal.code}: {relative_text(str(refusal), out_dir)}"
+        return CellEvidence(cell, "refused", reason, None, None, run_dir.is_dir())
+    problem = _deviation(plan, cell, config, manifest)
+    if problem is not None:
+        return CellEvidence(cell, "refused", f"{NOT_AS_PLANNED}: {problem}", None, None, True)
+    if not command:
+        reason = f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
+        return CellEvidence(cell, "refused", reason, None, None, True)
+    throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
+    return CellEvidence(
+        cell, "discarded" if cell.warmup else "measured", None, throughput, fingerprint(command), has_run=True
+    )
+
+
+def relative_text(text: str, out_dir: Path) -> str:
+    """Replace the folder's path in a message, so that the same folder elsewhere gives the same text."""
+    for prefix in sorted({str(out_dir), str(out_dir.absolute()), str(out_dir.resolve())}, key=len, reverse=True):
+        text = text.replace(f"{prefix}/", "")
+    return text
+
+
+def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
+    """What the run did differently from its plan, or None. A section that is missing deviates."""
+    matrix = plan.matrix
+    asked: dict[str, tuple[Any, Any]] = {
+        "training.smoke": (matrix.smoke, _at(config, "training", "smoke")),
+        "algo.max_iterations": (matrix.iterations, _at(config, "algo", "max_iterations")),
+        "world size": (cell.world_size, _at(manifest, "dp_sync", "world_size")),
+    }
+    if any(argument.startswith("env.cpu_ids=") for argument in cell.arguments):
+        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), _at(config, "env", "cpu_ids"))
+    for what, (planned, found) in asked.items():
+        if found != planned:
+            return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
+    return None
+
+
+def _at(content: Mapping[str, Any], section: str, key: str) -> Any:
+    inner = content.get(section)
+    return inner.get(key) if isinstance(inner, dict) else None
+
+
+def fingerprint(command: Mapping[str, Any]) -> dict[str, str]:
+    """What `command.json` says about the code of a run, flat, as text."""
+    found = {"source_sha256": json.dumps(command.get("source_sha256"))}
+    for section in ("git", "versions"):
+        inner = command.get(section)
+        for key, value in sorted(inner.items()) if isinstance(inner, dict) else ():
+            found[f"{section}.{key}"] = json.dumps(value, sort_keys=True)
+    return found
+
+
+def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, ...]:
+    """Take the numbers of every case whose measured cells did not run the same code and versions."""
+    mixed: dict[str, str] = {}
+    first: dict[str, CellEvidence] = {}
+    for item in cells:
+        if item.status != "measured" or item.fingerprint is None:
+            continue
+        other = first.setdefault(item.cell.case, item)
+        difference = _difference(other.fingerprint or {}, item.fingerprint)
+        if difference and item.cell.case not in mixed:
+            mixed[item.cell.case] = f"{difference} in {other.cell.id} and {item.cell.id}"
+    return tuple(
+        replace(
+            item,
+            status="refused",
+            reason=f"{Reason.MIXED_CODE}: group {item.cell.case} mixes {mixed[item.cell.case]}",
+            throughput=None,
+        )
+        if item.status == "measured" and item.cell.case in mixed
+        else item
+        for item in cells
+    )
+
+
+def mixed_cases(cells: tuple[CellEvidence, ...], one: str, other: str) -> str | None:
+    """Say what differs between the code of two cases' measured cells, or None."""
+    first = [
+        next((item.fingerprint for item in cells if item.cell.case == case and item.status == "measured"), None)
+        for case in (one, other)
+    ]
+    return _difference(first[0], first[1]) if first[0] is not None and first[1] is not None else None
+
+
+def _difference(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key):
+            return f"{key} {_short(a.get(key))} and {_short(b.get(key))}"
+    return None
+
+
+def _short(value: str | None) -> str:
+    text = (value or "nothing").strip('"')
+    return text if len(text) <= 20 else f"{text[:12]}…"

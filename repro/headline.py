@@ -1,0 +1,93 @@
+"""What a result says in one sentence each: used by the report and by the last lines of ``repro run``."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from repro import text
+from repro.matrix import Comparison, Matrix
+from repro.result import CellResult, ComparisonResult, GroupResult, Result
+
+VERDICT_WORDS = {
+    "improved": "faster, beyond the noise",
+    "no_regression": "not slower by more than {margin}",
+    "suspicious": "probably slower, not shown",
+    "regression": "slower by more than {margin}",
+    "insufficient_data": "the data do not decide",
+}
+PHYSICS_BOUND = 0.5  # share of the tick from which physics is what a run waits for
+
+
+def headline(result: Result, matrix: Matrix) -> str:
+    """The answer of the matrix in one line."""
+    parts = [_incomplete(result)] if result.verdict == "incomplete" else []
+    parts += [
+        comparison_sentence(found, item, matrix.margin)
+        for found, item in zip(result.comparisons, matrix.comparisons, strict=True)
+        if found.ratio is not None
+    ]
+    if not any(found.ratio is not None for found in result.comparisons):
+        parts += [group_sentence(group) for group in result.groups if group.n]
+    return " ".join(parts) or "Nothing was measured."
+
+
+def comparison_sentence(found: ComparisonResult, item: Comparison, margin: float) -> str:
+    """One comparison, with its interval, n and verdict."""
+    words = VERDICT_WORDS[found.verdict].format(margin=text.percent(margin))
+    spread = (
+        f"95 % interval {text.interval(found.ci_low, found.ci_high, '.3f')}, "
+        if found.ci_low is not None
+        else "no interval, "
+    )
+    return (
+        f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` "
+        f"({spread}n = {found.n}): {words}."
+    )
+
+
+def group_sentence(group: GroupResult) -> str:
+    """The rate of one case, with its interval and n; no interval for a single run."""
+    spread = f"95 % interval {text.interval(group.ci_low, group.ci_high)}, " if group.ci_low is not None else ""
+    return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread}n = {group.n})."
+
+
+def stage_sentence(result: Result, case: str) -> str | None:
+    """Which stage a case waits for, or None where it was not recorded."""
+    cells = [cell for cell in result.cells if cell.case == case and cell.status == "measured"]
+    fraction = mean_of(cells, "physics_fraction")
+    if fraction is None:
+        return None
+    learner = mean_of(cells, "learner_cycle_ms")
+    beside = "" if learner is None else f", learner {text.number(learner)} ms per tick"
+    stage = "physics" if fraction >= PHYSICS_BOUND else "learner"
+    return f"`{case}` is bound by the {stage}: physics takes {text.percent(fraction)} of the tick{beside}."
+
+
+def mean_of(cells: list[CellResult], field: str) -> float | None:
+    """Mean of one field over the runs that have it; None when none has."""
+    values = [value for cell in cells if (value := getattr(cell, field)) is not None]
+    return fmean(values) if values else None
+
+
+def closing_lines(result: Result, matrix: Matrix, report: str, next_step: str) -> list[str]:
+    """The six last lines of ``repro run``; the last one is the report's path alone."""
+    case = matrix.comparisons[0].numerator if matrix.comparisons else matrix.cases[0].name
+    smoke = "SMOKE, not a benchmark: " if result.smoke else ""
+    stage = stage_sentence(result, case)
+    probes = (
+        f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"
+    )
+    shares = [cell.ceiling_share for cell in result.cells if cell.ceiling_share is not None]
+    return [
+        f"{smoke}{headline(result, matrix)}".replace("`", ""),
+        f"share of the physics ceiling: {text.percent(fmean(shares)) if shares else 'not measured'}",
+        f"bounding stage: {stage.replace('`', '') if stage else 'not measured'}",
+        f"probes: {probes}",
+        f"next: {next_step}",
+        report,
+    ]
+
+
+def _incomplete(result: Result) -> str:
+    missing = sum(cell.status not in ("measured", "discarded") for cell in result.cells)
+    return f"Incomplete: {missing} of {text.count_of(len(result.cells), 'cell')} gave no number."

@@ -1,0 +1,116 @@
+"""Shows a running session: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from repro import text
+from repro.evidence import CellEvidence
+from repro.plan import Cell, Plan
+
+MAX_ROWS = 16
+
+
+@dataclass
+class _Row:
+    cell: Cell
+    state: str = "waiting"
+    seconds: float | None = None
+    rate: float | None = None
+
+
+class SessionView:
+    """Shows the cells of a plan while they run; use as a context manager.
+
+    Args:
+        plan: The plan.
+        console: Where to draw; a table if it is a terminal.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, plan: Plan, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._plan, self._console, self._clock = plan, console, clock
+        self._rows = [_Row(cell, "skipped" if cell.skip_reason else "waiting") for cell in plan.cells]
+        self._current: int | None = None
+        self._began = 0.0
+        self._live = Live(self, console=console, refresh_per_second=2, transient=False) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Draw a last time and leave the table on the screen."""
+        self._current = None
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, cell: Cell) -> None:
+        """A cell began."""
+        self._current = self._plan.cells.index(cell)
+        self._rows[self._current].state = "running"
+        self._began = self._clock()
+        if self._live is None:
+            self._line(f"{self._place()} {cell.id}: running")
+
+    def ended(self, evidence: CellEvidence, seconds: float) -> None:
+        """The running cell ended and was looked at."""
+        assert self._current is not None
+        row = self._rows[self._current]
+        row.state, row.seconds = evidence.status.replace("_", " "), seconds
+        row.rate = evidence.throughput.steps_per_second if evidence.throughput else None
+        if self._live is None or evidence.reason:
+            self._line(f"{self._place()} {evidence.cell.id}: {self._summary(row, evidence.reason)}")
+        self._current = None
+
+    def remaining_seconds(self) -> float:
+        """Expected time to the end: waiting cells at the mean of finished ones, or at the plan's estimate."""
+        done = [row.seconds for row in self._rows if row.seconds is not None]
+        runnable = max(1, len(self._plan.runnable))
+        each = sum(done) / len(done) if done else self._plan.estimated_seconds / runnable
+        waiting = sum(row.state == "waiting" for row in self._rows)
+        running = max(0.0, each - (self._clock() - self._began)) if self._current is not None else 0.0
+        return each * waiting + running
+
+    def __rich__(self) -> Table:
+        """The table as it is now; long plans show the rows around the running cell."""
+        table = Table(caption=f"about {text.duration(self.remaining_seconds())} left", caption_justify="left")
+        for name, justify in (("cell", "left"), ("state", "left"), ("elapsed", "right"), ("steps/s", "right")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        at = self._current if self._current is not None else len(self._rows)
+        first = max(0, min(at - MAX_ROWS // 2, len(self._rows) - MAX_ROWS))
+        for index in range(first, min(first + MAX_ROWS, len(self._rows))):
+            row = self._rows[index]
+            seconds = self._clock() - self._began if index == self._current else row.seconds
+            elapsed = text.NOTHING if seconds is None else text.duration(seconds)
+            table.add_row(row.cell.id, row.state, elapsed, text.rate(row.rate))
+        return table
+
+    def _summary(self, row: _Row, reason: str | None) -> str:
+        parts = [row.state if reason is None else f"{row.state} ({reason})"]
+        if row.rate is not None:
+            parts.append(f"{text.rate(row.rate)} steps/s")
+        parts.append(text.duration(row.seconds or 0.0))
+        left = sum(other.state == "waiting" for other in self._rows)
+        if left:
+            parts.append(f"about {text.duration(self.remaining_seconds())} left")
+        return ", ".join(parts)
+
+    def _place(self) -> str:
+        assert self._current is not None
+        return f"[{self._current + 1}/{len(self._rows)}]"
+
+    def _line(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,246 @@
+"""Matrices: named sets of cases to run and compare, as TOML data with a strict schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from repro.errors import UsageError
+from repro.schema import Strict, nearest, parse_model
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
+Reason = Annotated[str, Field(min_length=1, max_length=400)]
+
+OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
+# Keys the suite sets by itself, and where the user says the same thing instead.
+OWNED_KEYS = {
+    "training.log_dir": "the suite gives every cell its own folder; use --out",
+    "training.no_play": "the suite always sets it to true",
+    "training.smoke": "it follows the matrix's smoke flag",
+    "algo.max_iterations": "use iterations in the matrix or --iterations",
+    "env.cpu_ids": "use workers in the case; placement picks the CPUs of this host",
+}
+
+
+class Case(Strict):
+    """One configuration to measure.
+
+    Attributes:
+        name: Short name; the first part of its cells' ids.
+        reason: Why the case is in the matrix.
+        gpus: Positions within the visible GPUs, one rank each; empty means the CPU.
+        workers: Physics threads per rank: a count, ``default`` (one allowed CPU stays free for the learner) or ``all``.
+        overrides: Trainer overrides in Hydra's grammar, after the matrix's own.
+        environment: Variables set for the trainer.
+    """
+
+    name: Name
+    reason: Reason
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    workers: Annotated[int, Field(ge=1)] | Literal["default", "all"] = "default"
+    overrides: tuple[str, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("gpus")
+    @classmethod
+    def _distinct(cls, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(gpus)) != len(gpus):
+            raise ValueError(f"GPU positions {list(gpus)} repeat; one rank needs its own GPU")
+        return gpus
+
+    @field_validator("overrides")
+    @classmethod
+    def _grammar(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        return check_overrides(overrides)
+
+
+class Comparison(Strict):
+    """A ratio of two cases' rates, ``numerator / denominator``.
+
+    Attributes:
+        name: What the ratio is called in reports.
+        numerator: A case of the matrix.
+        denominator: Another case of the matrix.
+        gate: Whether a `regression` verdict makes ``repro run`` end with exit code 1.
+    """
+
+    name: Name
+    numerator: str
+    denominator: str
+    gate: bool = False
+
+
+class Matrix(Strict):
+    """A set of cases run in one session on one host.
+
+    Attributes:
+        name: Name of the matrix.
+        reason: The question it answers.
+        smoke: Runs the trainer's CPU smoke mode; never a benchmark.
+        algo: Algorithm of every case.
+        task: Task of every case.
+        sim: Physics backend of every case.
+        iterations: Training iterations of a cell.
+        repeats: Measured cells of each case.
+        warmup: Cells run first and discarded.
+        interval: Interval of the log ratio: Welch's, or paired by repeat.
+        margin: Relative change that counts as a regression, in (0, 1).
+        timeout_seconds: Limit for one cell.
+        startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
+        iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
+        overrides: Trainer overrides of every case.
+        comparisons: Ratios to report.
+        cases: The configurations, in the order of the first block.
+    """
+
+    name: Name
+    reason: Reason
+    smoke: bool
+    algo: Name
+    task: Name
+    sim: Name
+    iterations: Annotated[int, Field(ge=1)]
+    repeats: Annotated[int, Field(ge=1)]
+    warmup: Annotated[int, Field(ge=0, le=9)]
+    interval: Literal["welch", "paired"]
+    margin: Annotated[float, Field(gt=0, lt=1)]
+    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    startup_estimate_seconds: Annotated[float, Field(ge=0)] = 30.0
+    iteration_estimate_seconds: Annotated[float, Field(ge=0)] = 0.1
+    overrides: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    cases: Annotated[tuple[Case, ...], Field(min_length=1)]
+
+    @field_validator("overrides")
+    @classmethod
+    def _grammar(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        return check_overrides(overrides)
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [case.name for case in self.cases]
+        for kind, all_names in (("case", names), ("comparison", [item.name for item in self.comparisons])):
+            twice = [name for name, count in Counter(all_names).items() if count > 1]
+            if twice:
+                raise ValueError(f"{kind} name {twice[0]!r} is used {all_names.count(twice[0])} times")
+        for item in self.comparisons:
+            for name in (item.numerator, item.denominator):
+                if name not in names:
+                    raise ValueError(f"comparison {item.name!r} names case {name!r}{nearest(name, names)}")
+            if item.numerator == item.denominator:
+                raise ValueError(f"comparison {item.name!r} compares {item.numerator!r} with itself")
+        return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        for case in self.cases:
+            if self.smoke and case.gpus:
+                raise ValueError(f"case {case.name!r} names GPUs {list(case.gpus)}, but the matrix is smoke (CPU)")
+            if not self.smoke and not case.gpus:
+                raise ValueError(f"case {case.name!r} names no GPU; set gpus = [0], or smoke = true for the CPU")
+        return self
+
+
+def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse overrides that are not ``key=value`` or that set what the suite sets itself.
+
+    Raises:
+        UsageError: With the key and what to use instead.
+    """
+    for text in overrides:
+        match = OVERRIDE.match(text)
+        if match is None:
+            raise UsageError(f"override {text!r} is not key=value, for example algo.num_envs=1024")
+        key = match["key"]
+        if key in OWNED_KEYS:
+            raise UsageError(f"override {text!r}: {key} is set by the suite; {OWNED_KEYS[key]}")
+    return overrides
+
+
+def builtin_names() -> list[str]:
+    """Return the names of the matrices shipped with the suite, sorted."""
+    folder = resources.files("repro") / "matrices"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_matrix(name: str) -> Matrix:
+    """Load a built-in matrix by name, or any matrix by the path of its TOML file.
+
+    Raises:
+        UsageError: If there is no such matrix or its file does not fit the schema.
+    """
+    if name in builtin_names():
+        text = (resources.files("repro") / "matrices" / f"{name}.toml").read_text(encoding="utf-8")
+        return parse_matrix(text, f"matrix {name}")
+    path = Path(name)
+    if path.is_file():
+        return parse_matrix(path.read_text(encoding="utf-8"), path.name)
+    if path.suffix == ".toml" or "/" in name:
+        raise UsageError(f"matrix file {name} does not exist")
+    raise UsageError(f"unknown matrix {name!r}{nearest(name, [*builtin_names(), 'auto'])}")
+
+
+def parse_matrix(text: str, source: str) -> Matrix:
+    """Parse the TOML text of one matrix; `source` names it in messages.
+
+    Raises:
+        UsageError: If the text is not TOML (duplicate keys included) or does not fit the schema.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source}: not valid TOML: {error}") from None
+    return parse_model(Matrix, json.dumps(data, default=str), source)
+
+
+def matrix_of_cases(names: list[str]) -> Matrix:
+    """Build a matrix from named cases of one built-in matrix, with that matrix's settings.
+
+    Raises:
+        UsageError: If a name is unknown, repeated, found in several matrices, or the names come from different ones.
+    """
+    matrices = [load_matrix(name) for name in builtin_names()]
+    homes = {name: [matrix for matrix in matrices if name in [case.name for case in matrix.cases]] for name in names}
+    known = [case.name for matrix in matrices for case in matrix.cases]
+    for name, found in homes.items():
+        if not found:
+            raise UsageError(f"unknown case {name!r}{nearest(name, known)}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"cases {' '.join(names)} repeat a name; use --repeats for more runs of a case")
+    common = [matrix for matrix in matrices if all(matrix in found for found in homes.values())]
+    if len(common) != 1:
+        where = ", ".join(f"{name} in {'/'.join(m.name for m in found)}" for name, found in homes.items())
+        raise UsageError(f"the cases do not point to one matrix ({where}); use --matrix NAME")
+    return select_cases(common[0], names)
+
+
+def select_cases(matrix: Matrix, names: list[str]) -> Matrix:
+    """Return the matrix with only the named cases, in the given order, and the comparisons between them."""
+    cases = tuple(next(case for case in matrix.cases if case.name == name) for name in names)
+    kept = tuple(c for c in matrix.comparisons if c.numerator in names and c.denominator in names)
+    return matrix.model_copy(update={"cases": cases, "comparisons": kept})
+
+
+def adjust(matrix: Matrix, iterations: int | None, repeats: int | None, overrides: tuple[str, ...]) -> Matrix:
+    """Apply the command line's changes; ``None`` keeps the matrix's value.
+
+    Raises:
+        UsageError: If a number is not positive or an override is malformed.
+    """
+    for flag, value in (("--iterations", iterations), ("--repeats", repeats)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value}: must be at least 1")
+    return matrix.model_copy(
+        update={
+            "iterations": matrix.iterations if iterations is None else iterations,
+            "repeats": matrix.repeats if repeats is None else repeats,
+            "overrides": (*matrix.overrides, *check_overrides(overrides)),
+        }
+    )

@@ -1,0 +1,238 @@
+"""From a matrix and a host to the list of cells: order, ids, commands, placement, estimated time."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+from repro.errors import UsageError
+from repro.host import Host
+from repro.layout import LOGS_DIR, RUNS_DIR
+from repro.matrix import Case, Matrix
+from repro.place import CannotHoldError, Cpu, Placement, place, usable_cpus
+from repro.provenance import Source
+from repro.redact import Redactor
+from repro.schema import Strict, canonical_json
+
+TRAINER = (sys.executable, "-m", "unilab.train")
+# Variables that change what is measured behind a case's back; a case that wants one sets it.
+CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", "CUDA_VISIBLE_DEVICES")
+PREFIX = re.compile(r"^[a-z0-9][a-z0-9_]*$")
+
+
+class Cell(Strict):
+    """One training run of the plan.
+
+    Attributes:
+        id: Name of the run's folder and log.
+        case: Case it belongs to.
+        repeat: From 1; 0 for a discarded warm-up.
+        warmup: Whether its number is discarded.
+        content_sha256: Hash of everything that defines the run, independent of host and order.
+        world_size: Ranks.
+        cpu_ids: CPUs of the physics workers, or None when skipped.
+        gpus: Entries of CUDA_VISIBLE_DEVICES.
+        arguments: Arguments of the trainer, paths relative to the report's folder.
+        environment: Variables set for the trainer.
+        skip_reason: Why this host cannot hold it, or None.
+    """
+
+    id: str
+    case: str
+    repeat: int
+    warmup: bool
+    content_sha256: str
+    world_size: int
+    cpu_ids: tuple[int, ...] | None
+    gpus: tuple[str, ...]
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    skip_reason: str | None
+
+    @property
+    def run(self) -> str:
+        """Run directory, relative to the report's folder."""
+        return f"{RUNS_DIR}/{self.id}"
+
+    @property
+    def log(self) -> str:
+        """Log file, relative to the report's folder."""
+        return f"{LOGS_DIR}/{self.id}.log"
+
+
+class Plan(Strict):
+    """What a session is going to do, written before its first cell.
+
+    Attributes:
+        schema_version: Of this file.
+        created: UTC time of planning.
+        matrix: The matrix, with the command line's changes.
+        source: The code that is measured.
+        trainer: Start of every cell's command, redacted.
+        cleared_environment: Variables taken out of the inherited environment, present ones only.
+        timeout_seconds: Limit for one cell.
+        estimated_seconds: Expected duration of all cells.
+        cells: In the order they run.
+    """
+
+    schema_version: Literal[1]
+    created: str
+    matrix: Matrix
+    source: Source
+    trainer: tuple[str, ...]
+    cleared_environment: tuple[str, ...]
+    timeout_seconds: float
+    estimated_seconds: float
+    cells: tuple[Cell, ...]
+
+    @property
+    def runnable(self) -> tuple[Cell, ...]:
+        """Cells this host can hold."""
+        return tuple(cell for cell in self.cells if cell.skip_reason is None)
+
+
+def make_plan(
+    matrix: Matrix,
+    host: Host,
+    topology: tuple[Cpu, ...],
+    source: Source,
+    *,
+    inherited: Sequence[str] = (),
+    prefix: str | None = None,
+    timeout: float | None = None,
+    trainer: Sequence[str] = TRAINER,
+    now: datetime | None = None,
+) -> Plan:
+    """Plan a matrix for a host; starts nothing.
+
+    Args:
+        matrix: What to run.
+        host: Facts of the host.
+        topology: Its allowed CPUs.
+        source: The code.
+        inherited: Names of the inherited environment variables.
+        prefix: Start of every cell's id.
+        timeout: Limit for one cell in seconds; None takes the matrix's.
+        trainer: Start of the command.
+        now: Time of planning; None takes the clock.
+
+    Raises:
+        UsageError: If the prefix or the timeout is malformed, or two cells would have the same id.
+    """
+    if prefix is not None and not PREFIX.match(prefix):
+        raise UsageError(f"--prefix {prefix!r}: use small letters, digits and _, beginning with a letter or digit")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
+    placements = {case.name: _place(case, host, topology) for case in matrix.cases}
+    cells = tuple(
+        _cell(matrix, case, repeat, number, placements[case.name], prefix)
+        for case, repeat, number in _order(matrix, placements)
+    )
+    _check_ids(cells)
+    each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
+    return Plan(
+        schema_version=1,
+        created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        matrix=matrix,
+        source=source,
+        trainer=_published(trainer),
+        cleared_environment=tuple(name for name in CLEARED if name in inherited),
+        timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
+        estimated_seconds=round(each * sum(cell.skip_reason is None for cell in cells), 1),
+        cells=cells,
+    )
+
+
+def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
+    """Blocks of all cases, every second one reversed: A B, B A, A B … so that a drift of the host hits all alike."""
+    blocks = [list(names) if repeat % 2 else list(reversed(names)) for repeat in range(1, repeats + 1)]
+    return [(name, repeat) for repeat, block in enumerate(blocks, start=1) for name in block]
+
+
+def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple[Case, int, int]]:
+    """Cells as (case, repeat, number of the warm-up or 0): warm-ups of runnable cases in turn, then the blocks."""
+    cases = {case.name: case for case in matrix.cases}
+    able = [name for name, placement in placements.items() if isinstance(placement, Placement)]
+    warmups = [(cases[able[i % len(able)]], 0, i + 1) for i in range(matrix.warmup)] if able else []
+    return warmups + [(cases[name], repeat, 0) for name, repeat in interleave(list(cases), matrix.repeats)]
+
+
+def _place(case: Case, host: Host, topology: tuple[Cpu, ...]) -> Placement | str:
+    usable = usable_cpus(topology, host.cgroup_cpus)
+    try:
+        return place(case.workers, case.gpus, usable, host.visible_gpus, host.gpu_unusable)
+    except CannotHoldError as error:
+        return str(error)
+
+
+def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Placement | str, prefix: str | None) -> Cell:
+    name = f"warmup{warmup}_{case.name}" if warmup else f"{case.name}_r{repeat}"
+    identity = f"{prefix}_{name}" if prefix else name
+    placed = placement if isinstance(placement, Placement) else None
+    gpus = placed.gpus if placed else ()
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    return Cell(
+        id=identity,
+        case=case.name,
+        repeat=repeat,
+        warmup=warmup > 0,
+        content_sha256=_content_hash(matrix, case, repeat, warmup),
+        world_size=max(1, len(case.gpus)),
+        cpu_ids=placed.cpu_ids if placed else None,
+        gpus=gpus,
+        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", placed.cpu_ids if placed else None),
+        environment={"PYTHONUNBUFFERED": "1", **visible, **case.environment},
+        skip_reason=None if placed else str(placement),
+    )
+
+
+def _arguments(matrix: Matrix, case: Case, run: str, cpu_ids: tuple[int, ...] | None) -> tuple[str, ...]:
+    # Threads can be pinned on Linux only; elsewhere the trainer refuses a list.
+    pinned = cpu_ids is not None and sys.platform == "linux"
+    return (
+        *("--algo", matrix.algo, "--task", matrix.task, "--sim", matrix.sim),
+        f"training.log_dir={run}",
+        "training.no_play=true",
+        *(("training.smoke=true",) if matrix.smoke else ()),
+        f"algo.max_iterations={matrix.iterations}",
+        *((f"env.cpu_ids=[{','.join(map(str, cpu_ids))}]",) if pinned and cpu_ids else ()),
+        *matrix.overrides,
+        *case.overrides,
+    )
+
+
+def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
+    """Hash of what a cell asks for; the same on every host and in every order."""
+    content = {
+        "algo": matrix.algo,
+        "task": matrix.task,
+        "sim": matrix.sim,
+        "smoke": matrix.smoke,
+        "iterations": matrix.iterations,
+        "overrides": [*matrix.overrides, *case.overrides],
+        "environment": case.environment,
+        "gpus": list(case.gpus),
+        "workers": case.workers,
+        "case": case.name,
+        "repeat": repeat,
+        "warmup": warmup,
+    }
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def _check_ids(cells: tuple[Cell, ...]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.id in seen:
+            raise UsageError(f"two cells would be called {cell.id!r}; rename one of the cases")
+        seen.add(cell.id)
+
+
+def _published(trainer: Sequence[str]) -> tuple[str, ...]:
+    """The trainer's command as it is recorded: this interpreter is ``python``, paths are redacted."""
+    redactor = Redactor()
+    return tuple("python" if word == sys.executable else redactor.text(word) for word in trainer)

@@ -1,0 +1,235 @@
+"""Renders report.md: a view of the result, in which no number is computed that could be published."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from repro import text
+from repro.evidence import Evidence, mixed_cases
+from repro.figures import RATES_FIGURE, STEPS_FIGURE
+from repro.headline import headline, stage_sentence
+from repro.host import Host
+from repro.layout import MANIFEST_FILE, RESULT_FILE
+from repro.provenance import Source
+from repro.result import Result, missing_cells
+from repro.text import count_of, markdown_table
+
+
+def render_report(evidence: Evidence, result: Result) -> str:
+    """Return the text of report.md; the same folder gives the same bytes."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown, not HTML
+    )
+    source = (resources.files("repro") / "templates" / "report.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(source).render(report_context(evidence, result))
+
+
+def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
+    """Everything the template shows, as finished text; empty where a section has nothing to say."""
+    matrix = evidence.plan.matrix
+    measured = any(group.n for group in result.groups)
+    cases = [case.name for case in matrix.cases]
+    what = f"{matrix.algo} on {matrix.task} ({matrix.sim}), matrix {matrix.name}"
+    return {
+        "title": f"{'SMOKE: ' if result.smoke else ''}{what}",
+        "headline": f"**{headline(result, matrix)}**",
+        "smoke": result.smoke,
+        "question": matrix.reason,
+        "session": _session(evidence),
+        "groups": _groups(result) if measured else "",
+        "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
+        "comparison_note": _comparison_note(evidence),
+        "stages": " ".join(filter(None, (stage_sentence(result, case) for case in cases))),
+        "rates_figure": RATES_FIGURE if measured else "",
+        "steps_figure": STEPS_FIGURE if measured else "",
+        "problems": _problems(evidence),
+        "runs": _runs(result),
+        "sensitivity": _sensitivity(evidence),
+        "notes": _notes(evidence),
+        "cases": _cases(evidence),
+        "order": ", ".join(f"{c.id}{' (discarded)' if c.warmup else ''}" for c in evidence.plan.cells),
+        "commands": _commands(evidence),
+        "environment": _environment(evidence),
+        "limits": _limits(evidence, result),
+        "inputs": sorted(evidence.inputs.items()),
+        "manifest": MANIFEST_FILE,
+        "result": RESULT_FILE,
+    }
+
+
+def _session(evidence: Evidence) -> str:
+    times = [datetime.fromisoformat(entry.time) for entry in evidence.journal]
+    took = f" in {text.duration((times[-1] - times[0]).total_seconds())}" if len(times) > 1 else ""
+    ran = sum(entry.event == "cell_ended" for entry in evidence.journal)
+    return f"on {evidence.plan.created[:10]} (UTC){took}, {count_of(ran, 'run')} one after the other"
+
+
+def _groups(result: Result) -> str:
+    rows = [
+        [
+            group.case,
+            str(group.n),
+            text.rate(group.mean),
+            text.rate(group.sd),
+            text.interval(group.ci_low, group.ci_high),
+        ]
+        for group in result.groups
+    ]
+    return markdown_table(("case", "n", "mean, env steps/s", "sd", "95 % interval"), rows, "lrrrr")
+
+
+def _comparisons(evidence: Evidence, result: Result) -> str:
+    rows = [
+        [
+            f"{item.name}: {item.numerator} / {item.denominator}",
+            text.ratio(found.ratio),
+            text.interval(found.ci_low, found.ci_high, ".3f"),
+            str(found.n),
+            found.verdict.replace("_", " "),
+        ]
+        for found, item in zip(result.comparisons, evidence.plan.matrix.comparisons, strict=True)
+    ]
+    return markdown_table(("comparison", "ratio", "95 % interval", "n", "verdict"), rows, "lrrrl")
+
+
+def _comparison_note(evidence: Evidence) -> str:
+    matrix = evidence.plan.matrix
+    kind = "Welch's t" if matrix.interval == "welch" else "the paired t, by repeat,"
+    return (
+        f"The ratio is that of the geometric means; its interval is {kind} on log steps/s. "
+        f"A loss within {text.percent(matrix.margin)} is tolerated."
+    )
+
+
+def _runs(result: Result) -> str:
+    headers = (
+        *("run", "status", "env steps/s", "tail mean of `Perf/total_fps`", "rows/s"),
+        *("physics share", "exposed ms", "learner ms", "start-up s"),
+    )
+    rows = [
+        [
+            *(cell.id, cell.status.replace("_", " "), text.rate(cell.steps_per_second)),
+            *(text.rate(cell.tail_mean_total_fps), text.rate(cell.learner_rows_per_second)),
+            *(text.percent(cell.physics_fraction), text.number(cell.exposed_ms), text.number(cell.learner_cycle_ms)),
+            text.number(cell.startup_seconds, 1),
+        ]
+        for cell in result.cells
+    ]
+    return markdown_table(headers, rows, "llrrrrrrr")
+
+
+def _sensitivity(evidence: Evidence) -> str:
+    found = [(item.cell.id, item.throughput) for item in evidence.cells if item.status == "measured"]
+    rows = [
+        [name, *(text.rate(value) for _, value in sorted(throughput.window_sensitivity.items()))]
+        for name, throughput in found
+        if throughput is not None
+    ]
+    return markdown_table(("run", "last 25 %", "last 50 %", "last 75 %"), rows, "lrrr") if rows else ""
+
+
+def _problems(evidence: Evidence) -> str:
+    rows = [
+        [item.cell.id, item.status.replace("_", " "), item.reason or text.NOTHING] for item in missing_cells(evidence)
+    ]
+    return markdown_table(("cell", "status", "reason"), rows, "lll") if rows else ""
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    notes = [f"{item.cell.id}: {note}" for item in evidence.cells if item.throughput for note in item.throughput.notes]
+    for item in evidence.plan.matrix.comparisons:
+        difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
+        if difference is not None:
+            notes.append(f"{item.name}: no ratio, since the two cases ran different code: {difference}")
+    cleared = evidence.plan.cleared_environment
+    if cleared:
+        notes.append(f"Taken out of the inherited environment of every run: {', '.join(cleared)}.")
+    changed = [entry.cell for entry in evidence.journal if entry.redacted]
+    if changed:
+        notes.append(
+            f"Names of people and machines and absolute paths were replaced in files of {', '.join(map(str, changed))}."
+        )
+    return notes
+
+
+def _cases(evidence: Evidence) -> str:
+    rows = []
+    for case in evidence.plan.matrix.cases:
+        cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
+        where = f"CPU {text.cpu_list(cell.cpu_ids)}" if cell.cpu_ids is not None else "this host cannot hold it"
+        workers = str(len(cell.cpu_ids)) if cell.cpu_ids is not None else text.NOTHING
+        gpus = ", ".join(map(str, case.gpus)) or "none"
+        rows.append([case.name, gpus, f"{case.workers}", workers, where, case.reason])
+    headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
+    return markdown_table(headers, rows, "lrrrll")
+
+
+def _commands(evidence: Evidence) -> list[str]:
+    lines = []
+    for case in evidence.plan.matrix.cases:
+        cell = next(cell for cell in evidence.plan.cells if cell.case == case.name and not cell.warmup)
+        variables = [f"{name}={value}" for name, value in sorted(cell.environment.items())]
+        lines.append(" ".join([*variables, *evidence.plan.trainer, *cell.arguments]))
+    return lines
+
+
+def _environment(evidence: Evidence) -> str:
+    host = evidence.host
+    rows = [
+        ["code", _code(evidence.plan.source)],
+        ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
+        ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
+        ["CPU time limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"],
+        ["memory", _memory(host)],
+        ["GPUs", ", ".join(f"{gpu.name} ({text.gib(gpu.memory_bytes)})" for gpu in host.gpus) or "none"],
+        ["GPU driver", host.driver or "none"],
+        ["system", host.platform],
+        ["compiler", host.compiler or "none"],
+        *([name, version or "not installed"] for name, version in sorted(host.versions.items())),
+        *([f"${name}", value] for name, value in sorted(host.environment.items())),
+    ]
+    return markdown_table(("what", "value"), rows, "ll")
+
+
+def _code(source: Source) -> str:
+    if source.commit is None:
+        return f"commit unknown, sources {source.sources_sha256[:12]}…"
+    if not source.dirty:
+        return f"commit {source.commit}"
+    return f"commit {source.commit} with changes (difference {(source.diff_sha256 or 'unknown')[:12]}…)"
+
+
+def _memory(host: Host) -> str:
+    limit = "" if host.memory_limit_bytes is None else f", limited to {text.gib(host.memory_limit_bytes)}"
+    return f"{text.gib(host.memory_bytes)}{limit}, /dev/shm {text.gib(host.shm_bytes)}"
+
+
+def _limits(evidence: Evidence, result: Result) -> list[str]:
+    matrix = evidence.plan.matrix
+    limits = []
+    if result.smoke:
+        limits.append(
+            "SMOKE: eager CPU execution with small networks and batches. No rate here says anything about a GPU."
+        )
+    limits += [
+        f"Convergence was not verified: a run has {count_of(matrix.iterations, 'iteration')}; learning is not judged.",
+        "Cases compare whole configurations. Where ranks are added, environments, batch, collectors and CPU quota grow "
+        "with them: that is end-to-end weak scaling, neither the gain of one change nor the scaling of the GPU alone.",
+        "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
+        f"{count_of(matrix.repeats, 'run')} of each case: the 95 % intervals are Student t intervals of log rates and "
+        "assume independent runs.",
+        "The physics ceiling of the host was not measured and no correctness probe ran.",
+    ]
+    if evidence.plan.source.dirty:
+        limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")
+    if evidence.plan.source.commit is None:
+        limits.append("The commit is unknown; the source hash is all that identifies the code.")
+    return limits

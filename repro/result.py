@@ -1,0 +1,226 @@
+"""The result file: numbers that may be published, computed from a session's folder and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from statistics import geometric_mean
+from typing import Literal
+
+from repro import stats
+from repro.evidence import CellEvidence, Evidence, mixed_cases
+from repro.host import Host
+from repro.matrix import Comparison, Matrix
+from repro.schema import Strict, canonical_json
+
+DIGITS = 10  # significant digits kept, so that the last bits of another machine's libm do not change the file
+
+CellStatus = Literal[
+    "measured", "discarded", "refused", "failed", "host_unfit", "timeout", "interrupted", "not_run", "skipped"
+]
+ComparisonVerdict = Literal["regression", "improved", "no_regression", "suspicious", "insufficient_data"]
+ResultVerdict = Literal[
+    "incomplete", "regression", "suspicious", "insufficient_data", "no_regression", "improved", "measured"
+]
+# Of several comparisons the first of these that occurs is the verdict of the whole.
+WORST_FIRST: tuple[ComparisonVerdict, ...] = (
+    "regression",
+    "suspicious",
+    "insufficient_data",
+    "no_regression",
+    "improved",
+)
+
+
+class CellResult(Strict):
+    """One run. Rates are per wall second, times in ms unless named otherwise; null means there is no number."""
+
+    id: str
+    case: str
+    repeat: int
+    status: CellStatus
+    reason: str | None
+    world_size: int
+    steps_per_second: float | None
+    learner_rows_per_second: float | None
+    tail_mean_total_fps: float | None
+    physics_fraction: float | None
+    ceiling_share: float | None
+    exposed_ms: float | None
+    learner_cycle_ms: float | None
+    startup_seconds: float | None
+    run: str | None
+
+
+class GroupResult(Strict):
+    """The measured runs of one case: env steps/s, sample standard deviation, 95 % interval."""
+
+    case: str
+    n: int
+    mean: float | None
+    sd: float | None
+    ci_low: float | None
+    ci_high: float | None
+
+
+class ComparisonResult(Strict):
+    """A ratio of two cases' env steps/s with its 95 % interval."""
+
+    name: str
+    metric: Literal["steps_per_second"]
+    ratio: float | None
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    verdict: ComparisonVerdict
+
+
+class ProbeResult(Strict):
+    """A correctness check that ran before the cells."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class LearningResult(Strict):
+    """How fast a run learned."""
+
+    algo: str
+    task: str
+    sim: str
+    world_size: int
+    seed: int
+    env_steps: int
+    wall_seconds: float
+    seconds_to_walk: float | None
+    episode_return: float | None
+    episode_length: float | None
+
+
+class Result(Strict):
+    """`result.json`; other programs rely on these names."""
+
+    schema_version: Literal[1]
+    matrix: str
+    smoke: bool
+    host: Host
+    cells: tuple[CellResult, ...]
+    groups: tuple[GroupResult, ...]
+    comparisons: tuple[ComparisonResult, ...]
+    probes: tuple[ProbeResult, ...]
+    learning: tuple[LearningResult, ...]
+    verdict: ResultVerdict
+
+
+def compute_result(evidence: Evidence) -> Result:
+    """Compute every number of a session; the same evidence gives the same bytes."""
+    matrix = evidence.plan.matrix
+    comparisons = tuple(_compare(evidence, matrix, item) for item in matrix.comparisons)
+    return Result(
+        schema_version=1,
+        matrix=matrix.name,
+        smoke=matrix.smoke,
+        host=evidence.host,
+        cells=tuple(_cell(item) for item in evidence.cells),
+        groups=tuple(_group(case.name, evidence) for case in matrix.cases),
+        comparisons=comparisons,
+        probes=(),
+        learning=(),
+        verdict=_verdict(evidence, comparisons),
+    )
+
+
+def rates(evidence: Evidence, case: str) -> dict[int, float]:
+    """Measured env steps/s of a case by repeat."""
+    return {
+        item.cell.repeat: item.throughput.steps_per_second
+        for item in evidence.cells
+        if item.cell.case == case and item.status == "measured" and item.throughput is not None
+    }
+
+
+def missing_cells(evidence: Evidence) -> tuple[CellEvidence, ...]:
+    """Cells that were planned and gave nothing: the matrix is incomplete while there is one."""
+    return tuple(item for item in evidence.cells if item.status not in ("measured", "discarded"))
+
+
+def _cell(item: CellEvidence) -> CellResult:
+    measured = item.throughput
+    assert item.status in CellStatus.__args__  # type: ignore[attr-defined]
+    return CellResult(
+        id=item.cell.id,
+        case=item.cell.case,
+        repeat=item.cell.repeat,
+        status=item.status,  # type: ignore[arg-type]
+        reason=item.reason,
+        world_size=item.cell.world_size,
+        steps_per_second=_rounded(measured.steps_per_second if measured else None),
+        learner_rows_per_second=_rounded(measured.learner_rows_per_second if measured else None),
+        tail_mean_total_fps=_rounded(measured.tail_mean if measured else None),
+        physics_fraction=_rounded(measured.physics_fraction if measured else None),
+        ceiling_share=None,
+        exposed_ms=_rounded(measured.exposed_ms if measured else None),
+        learner_cycle_ms=_rounded(measured.learner_cycle_ms if measured else None),
+        startup_seconds=_rounded(measured.startup_seconds if measured else None),
+        run=item.cell.run if item.has_run else None,
+    )
+
+
+def _group(case: str, evidence: Evidence) -> GroupResult:
+    values = list(rates(evidence, case).values())
+    if not values:
+        return GroupResult(case=case, n=0, mean=None, sd=None, ci_low=None, ci_high=None)
+    found = stats.summarize(values)
+    return GroupResult(
+        case=case,
+        n=found.n,
+        mean=_rounded(found.mean),
+        sd=_rounded(found.sd),
+        ci_low=_rounded(found.ci_low),
+        ci_high=_rounded(found.ci_high),
+    )
+
+
+def _compare(evidence: Evidence, matrix: Matrix, item: Comparison) -> ComparisonResult:
+    below, above = rates(evidence, item.denominator), rates(evidence, item.numerator)
+    if matrix.interval == "paired":
+        both = below.keys() & above.keys()
+        below, above = ({repeat: side[repeat] for repeat in both} for side in (below, above))
+    n = min(len(below), len(above))
+    old, new = ([side[repeat] for repeat in sorted(side)] for side in (below, above))
+    if n == 0 or mixed_cases(evidence.cells, item.denominator, item.numerator):
+        return _comparison(item, None, None, None, n, "insufficient_data")
+    if n == 1:
+        return _comparison(item, geometric_mean(new) / geometric_mean(old), None, None, n, "insufficient_data")
+    found = (stats.paired_ratio if matrix.interval == "paired" else stats.welch_ratio)(old, new)
+    verdict = stats.verdict(found.ratio, found.ci_low, found.ci_high, matrix.margin)
+    return _comparison(item, found.ratio, found.ci_low, found.ci_high, found.n, verdict)
+
+
+def _comparison(
+    item: Comparison, ratio: float | None, low: float | None, high: float | None, n: int, verdict: ComparisonVerdict
+) -> ComparisonResult:
+    return ComparisonResult(
+        name=item.name,
+        metric="steps_per_second",
+        ratio=_rounded(ratio),
+        ci_low=_rounded(low),
+        ci_high=_rounded(high),
+        n=n,
+        verdict=verdict,
+    )
+
+
+def _verdict(evidence: Evidence, comparisons: tuple[ComparisonResult, ...]) -> ResultVerdict:
+    if missing_cells(evidence):
+        return "incomplete"
+    found = {item.verdict for item in comparisons}
+    return next((verdict for verdict in WORST_FIRST if verdict in found), "measured")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(canonical_json(Result.model_json_schema()))

@@ -1,0 +1,179 @@
+"""Runs the cells of a plan one after the other into a report folder."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from repro.errors import UsageError
+from repro.evidence import CellEvidence, judge_cell
+from repro.host import Host, gpu_label
+from repro.journal import Journal
+from repro.launch import GRACE_SECONDS, Ended, cell_command, cell_environment, run_cell
+from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
+from repro.live import SessionView
+from repro.plan import Cell, Plan
+from repro.redact import Redactor
+from repro.result import Result
+from repro.schema import canonical_json
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INCOMPLETE, EXIT_OK
+
+REPORTS = Path("reports")
+
+
+def default_out_dir(plan: Plan, host: Host) -> Path:
+    """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix."""
+    ranks = max(cell.world_size for cell in plan.cells)
+    uses_gpu = any(cell.gpus for cell in plan.cells)
+    what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
+    return REPORTS / f"{plan.created[:10]}_{what}_{plan.source.short}"
+
+
+def create_out_dir(wanted: Path) -> Path:
+    """Make the folder, or the first of ``-2``, ``-3`` … that is free; a folder with content is never used again.
+
+    Raises:
+        UsageError: If it cannot be made.
+    """
+    number = 1
+    while True:
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if path.is_dir() and not any(path.iterdir()):
+                return path
+        except OSError as error:
+            raise UsageError(f"cannot make the report folder {path}: {error.strerror}; choose another --out") from None
+        number += 1
+
+
+def start_session(plan: Plan, host: Host, out_dir: Path) -> Journal:
+    """Write what is known before the first cell and begin the journal."""
+    (out_dir / RUNS_DIR).mkdir()
+    (out_dir / LOGS_DIR).mkdir()
+    (out_dir / PLAN_FILE).write_text(canonical_json(plan), encoding="utf-8")
+    (out_dir / HOST_FILE).write_text(canonical_json(host), encoding="utf-8")
+    assert not (out_dir / JOURNAL_FILE).exists()
+    journal = Journal(out_dir)
+    journal.write("session_started")
+    return journal
+
+
+def run_cells(
+    plan: Plan,
+    journal: Journal,
+    out_dir: Path,
+    view: SessionView,
+    *,
+    trainer: Sequence[str],
+    inherited: Mapping[str, str],
+    fail_fast: bool = False,
+    grace: float = GRACE_SECONDS,
+) -> bool:
+    """Run every cell that the host can hold.
+
+    Args:
+        plan: The plan.
+        journal: Gets every start and end.
+        out_dir: The report folder.
+        view: Shows what happens.
+        trainer: Start of every command.
+        inherited: The environment that cells inherit.
+        fail_fast: Stop after the first cell that gives no number.
+        grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
+
+    Returns:
+        Whether the session was interrupted.
+    """
+    with _sigterm_interrupts(), view:
+        try:
+            for cell in plan.runnable:
+                view.started(cell)
+                evidence, ended = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                view.ended(evidence, ended.seconds)
+                if ended.outcome == "interrupted":
+                    journal.write("session_interrupted")
+                    return True
+                if fail_fast and evidence.throughput is None:
+                    break
+        except KeyboardInterrupt:
+            journal.write("session_interrupted")
+            return True
+    journal.write("session_ended")
+    return False
+
+
+def _run_one(
+    plan: Plan,
+    cell: Cell,
+    journal: Journal,
+    out_dir: Path,
+    trainer: Sequence[str],
+    inherited: Mapping[str, str],
+    grace: float,
+) -> tuple[CellEvidence, Ended]:
+    journal.write("cell_started", cell=cell.id)
+    command, environment = cell_command(trainer, cell, out_dir), cell_environment(inherited, cell)
+    log = out_dir / cell.log
+    ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    redactor = Redactor(out_dir)
+    redactor.file(log)
+    run_dir = out_dir / cell.run
+    redacted = redactor.folder(run_dir) if run_dir.is_dir() else []
+    entry = journal.write(
+        "cell_ended",
+        cell=cell.id,
+        outcome=ended.outcome,
+        exit_code=ended.exit_code,
+        seconds=ended.seconds,
+        reason=ended.reason,
+        redacted=tuple(redacted) or None,
+    )
+    return judge_cell(out_dir, plan, cell, entry), ended
+
+
+def exit_code(result: Result, missing: Sequence[CellEvidence], plan: Plan) -> int:
+    """What the session's outcome means for the caller: host unfit, incomplete, a gated regression, or success."""
+    if missing and {item.status for item in missing} <= {"host_unfit", "skipped"} and not _any_number(result):
+        return EXIT_HOST_UNFIT
+    if result.verdict == "incomplete":
+        return EXIT_INCOMPLETE
+    gated = {item.name for item in plan.matrix.comparisons if item.gate}
+    if any(found.name in gated and found.verdict == "regression" for found in result.comparisons):
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def next_step(result: Result, out_dir: Path) -> str:
+    """What the user does next, as a command where there is one."""
+    if result.verdict == "incomplete":
+        return f"read 'What gave no number' in the report, and the logs in {out_dir}/{LOGS_DIR}"
+    if result.smoke:
+        return f"repro verify {out_dir}; to measure, run this on a host with a GPU: repro run --matrix single"
+    return f"repro verify {out_dir}"
+
+
+def _any_number(result: Result) -> bool:
+    return any(cell.steps_per_second is not None for cell in result.cells)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM stop the session as Ctrl-C does, so that a stopped container leaves no cell behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
