@@ -8,7 +8,6 @@ from repro.matrix import Matrix, builtin_names, load_matrix
 from repro.place import Cpu
 from repro.plan import make_plan
 from repro.provenance import find_source, graph_hooks, trainer_package
-from repro.redact import Redactor
 from repro.schema import Strict
 
 
@@ -47,7 +46,7 @@ def diagnose(host: Host, topology: tuple[Cpu, ...], matrix: str | None) -> Diagn
     package = trainer_package()
     return Diagnosis(
         host=host,
-        trainer=Redactor().text(str(package)) if package else "not importable",
+        trainer=str(package) if package else "not importable",
         graph_hooks=graph_hooks(),
         matrices=tuple(_fit(item, host, topology) for item in matrices),
     )

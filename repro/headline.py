@@ -52,15 +52,15 @@ def group_sentence(group: GroupResult) -> str:
 
 
 def stage_sentence(result: Result, case: str) -> str | None:
-    """Which stage a case waits for, or None where it was not recorded."""
+    """Which stage a case waits for and why one can say so, or None where it was not recorded."""
     cells = [cell for cell in result.cells if cell.case == case and cell.status == "measured"]
     fraction = mean_of(cells, "physics_fraction")
     if fraction is None:
         return None
     learner = mean_of(cells, "learner_cycle_ms")
-    beside = "" if learner is None else f", learner {text.number(learner)} ms per tick"
+    beside = "" if learner is None else f", the learner's update {text.number(learner)} ms"
     stage = "physics" if fraction >= PHYSICS_BOUND else "learner"
-    return f"`{case}` is bound by the {stage}: physics takes {text.percent(fraction)} of the tick{beside}."
+    return f"{stage} in `{case}` (physics takes {text.percent(fraction)} of the tick{beside})"
 
 
 def mean_of(cells: list[CellResult], field: str) -> float | None:
@@ -71,9 +71,9 @@ def mean_of(cells: list[CellResult], field: str) -> float | None:
 
 def closing_lines(result: Result, matrix: Matrix, report: str, next_step: str) -> list[str]:
     """The six last lines of ``repro run``; the last one is the report's path alone."""
-    case = matrix.comparisons[0].numerator if matrix.comparisons else matrix.cases[0].name
+    cases = [*(item.numerator for item in matrix.comparisons), *(case.name for case in matrix.cases)]
+    stage = next(filter(None, (stage_sentence(result, case) for case in cases)), None)
     smoke = "SMOKE, not a benchmark: " if result.smoke else ""
-    stage = stage_sentence(result, case)
     probes = (
         f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"
     )

@@ -6,6 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from repro.errors import UsageError
 from repro.layout import MANIFEST_FILE
 
 LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<path>[^\n\r\\]+)")
@@ -16,12 +17,12 @@ def write_manifest(out_dir: Path) -> int:
     """List every file of a folder with its hash; return how many there are.
 
     Raises:
-        ValueError: If the folder holds a link, something that is no plain file, or a name the list cannot hold.
+        UsageError: If the folder holds a link, something that is no plain file, or a name the list cannot hold.
     """
     files, problems = list_files(out_dir)
     problems += [f"{name!r}: the name cannot be listed" for name in files if not LINE.fullmatch(f"{'0' * 64}  {name}")]
     if problems:
-        raise ValueError(f"{out_dir}: {problems[0]}")
+        raise UsageError(f"{out_dir}: {problems[0]}; remove it, then: repro report {out_dir}")
     text = "".join(f"{file_sha256(out_dir / name)}  {name}\n" for name in files)
     (out_dir / MANIFEST_FILE).write_bytes(text.encode())
     return len(files)

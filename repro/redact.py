@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import re
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 TEXT_SUFFIXES = (".json", ".jsonl", ".log", ".txt", ".TXT")
@@ -35,12 +37,33 @@ class Redactor:
     def file(self, path: Path) -> bool:
         """Redact a text file in place; return whether it changed. Bytes that are not UTF-8 stay as they are."""
         before = path.read_bytes().decode("utf-8", errors="surrogateescape")
-        after = self.text(before)
+        is_json = path.suffix in (".json", ".jsonl")
+        after = self._json(before, lines=path.suffix == ".jsonl") if is_json else self.text(before)
         if after != before:
             temporary = path.with_name(f".{path.name}.redacted")
             temporary.write_bytes(after.encode("utf-8", errors="surrogateescape"))
             temporary.replace(path)
         return after != before
+
+    def value(self, value: Any) -> Any:
+        """Redact the strings of a JSON value; keys stay."""
+        if isinstance(value, dict):
+            return {key: self.value(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        return self.text(value) if isinstance(value, str) else value
+
+    def _json(self, text: str, lines: bool) -> str:
+        """Redact JSON by value; a damaged text by its letters."""
+        try:
+            values = [json.loads(part) for part in (text.splitlines() if lines else [text])]
+        except ValueError:
+            return self.text(text)
+        redacted = self.value(values)
+        if redacted == values:
+            return text
+        indent = None if lines else 2
+        return "".join(json.dumps(value, indent=indent, ensure_ascii=False) + "\n" for value in redacted)
 
     def folder(self, folder: Path) -> list[str]:
         """Redact every text file below `folder`; return the names of those that changed, relative to it."""

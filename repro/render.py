@@ -47,7 +47,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "groups": _groups(result) if measured else "",
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
-        "stages": " ".join(filter(None, (stage_sentence(result, case) for case in cases))),
+        "stages": "; ".join(filter(None, (stage_sentence(result, case) for case in cases))),
         "rates_figure": RATES_FIGURE if measured else "",
         "steps_figure": STEPS_FIGURE if measured else "",
         "problems": _problems(evidence),
@@ -152,10 +152,11 @@ def _notes(evidence: Evidence) -> list[str]:
     cleared = evidence.plan.cleared_environment
     if cleared:
         notes.append(f"Taken out of the inherited environment of every run: {', '.join(cleared)}.")
-    changed = [entry.cell for entry in evidence.journal if entry.redacted]
+    changed = sum(entry.redacted is not None for entry in evidence.journal)
     if changed:
         notes.append(
-            f"Names of people and machines and absolute paths were replaced in files of {', '.join(map(str, changed))}."
+            f"Names of people and machines and absolute paths were replaced in files of {count_of(changed, 'run')}; "
+            "the journal lists them."
         )
     return notes
 

@@ -58,18 +58,19 @@ def read_model(model: type[Model], path: Path) -> Model:
 def one_line(error: ValidationError, model: type[Strict]) -> str:
     """Describe the first problem of a validation error, with the nearest known key for an unknown one."""
     problems = error.errors(include_url=False)
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"]) or "file"
+    # A misspelt key is also a missing one; the spelling is what helps.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    where = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}{nearest(str(first['loc'][-1]), known_keys(model))}{more}"
     if first["type"] == "missing":
         return f"key {where!r} is missing{more}"
-    message = str(first["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    if first["type"] == "value_error" or not isinstance(first["input"], str | int | float | bool):
-        return f"{where}: {message}{more}"
-    return f"{where}: {message}, found {first['input']!r}{more}"
+    at, message = f"{where}: " if where else "", str(first["msg"])
+    if first["type"] == "value_error":
+        return f"{at}{message.removeprefix('Value error, ')}{more}"
+    found = f", found {first['input']!r}" if isinstance(first["input"], str | int | float | bool) and where else ""
+    return f"{at}{message[:1].lower()}{message[1:]}{found}{more}"
 
 
 def known_keys(model: type[Strict]) -> list[str]:

@@ -56,12 +56,33 @@ def start_session(plan: Plan, host: Host, out_dir: Path) -> Journal:
     """Write what is known before the first cell and begin the journal."""
     (out_dir / RUNS_DIR).mkdir()
     (out_dir / LOGS_DIR).mkdir()
-    (out_dir / PLAN_FILE).write_text(canonical_json(plan), encoding="utf-8")
+    (out_dir / PLAN_FILE).write_text(canonical_json(published_plan(plan, Redactor(out_dir))), encoding="utf-8")
     (out_dir / HOST_FILE).write_text(canonical_json(host), encoding="utf-8")
     assert not (out_dir / JOURNAL_FILE).exists()
     journal = Journal(out_dir)
     journal.write("session_started")
     return journal
+
+
+def published_plan(plan: Plan, redactor: Redactor) -> Plan:
+    """The plan with names and paths replaced in everything a user typed: overrides and variables."""
+
+    def variables(environment: dict[str, str]) -> dict[str, str]:
+        return {name: redactor.text(value) for name, value in environment.items()}
+
+    def words(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(redactor.text(word) for word in texts)
+
+    cells = tuple(
+        cell.model_copy(update={"arguments": words(cell.arguments), "environment": variables(cell.environment)})
+        for cell in plan.cells
+    )
+    cases = tuple(
+        case.model_copy(update={"overrides": words(case.overrides), "environment": variables(case.environment)})
+        for case in plan.matrix.cases
+    )
+    matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
+    return plan.model_copy(update={"cells": cells, "matrix": matrix})
 
 
 def run_cells(

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from session_builder import SOURCE, make_host, toy_matrix
+
+from repro.launch import cell_command, cell_environment, last_line, run_cell
+from repro.plan import Cell, make_plan
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return make_plan(toy_matrix(), *make_host(), SOURCE).cells[1]
+
+
+def test_a_good_end_has_no_reason_and_both_streams_are_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "cell.log"
+    ended = run_cell(
+        python("import os, sys; print(os.getcwd()); print('x', file=sys.stderr)"), os.environ, tmp_path, log, 60
+    )
+    assert (ended.outcome, ended.exit_code, ended.reason) == ("exited", 0, None)
+    assert log.read_text().split() == [str(tmp_path), "x"]
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "reason"),
+    [
+        ("raise SystemExit(3)", 3, "exit code 3: its log is empty"),
+        ("print('a'); print('no GPU'); raise SystemExit(2)", 2, "exit code 2: no GPU"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, "killed by SIGKILL: its log is empty"),
+    ],
+)
+def test_a_bad_end_names_the_code_and_the_last_line(tmp_path: Path, program: str, code: int, reason: str) -> None:
+    ended = run_cell(python(program), os.environ, tmp_path, tmp_path / "cell.log", 60)
+    assert (ended.outcome, ended.exit_code, ended.reason) == ("exited", code, reason)
+
+
+def test_a_time_limit_ends_the_group_politely(tmp_path: Path) -> None:
+    ended = run_cell(python("import time; time.sleep(60)"), os.environ, tmp_path, tmp_path / "cell.log", 0.2)
+    assert (ended.outcome, ended.exit_code) == ("timeout", None)
+    assert ended.reason == "no end after 0.2 s; its process group ended on SIGTERM"
+    assert ended.seconds < 10
+
+
+def test_a_group_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    ended = run_cell(python(deaf), os.environ, tmp_path, tmp_path / "cell.log", 2.0, grace=0.2)
+    assert ended.reason is not None
+    assert ended.reason.endswith("did not end on SIGTERM within 0.2 s and was killed")
+
+
+def test_children_left_behind_are_killed(tmp_path: Path) -> None:
+    parent = (
+        "import subprocess, sys; "
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+        "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+    )
+    log = tmp_path / "cell.log"
+    assert run_cell(python(parent), os.environ, tmp_path, log, 60).exit_code == 0
+    child = int(log.read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child is still there"
+        time.sleep(0.02)
+
+
+def test_the_executed_command_has_an_absolute_run_directory(tmp_path: Path, cell: Cell) -> None:
+    command = cell_command(("python", "x.py"), cell, tmp_path)
+    assert command[:2] == ["python", "x.py"]
+    assert f"training.log_dir={tmp_path}/runs/slow_r1" in command
+    assert len(command) == 2 + len(cell.arguments)
+
+
+def test_variables_that_change_the_work_are_taken_out_unless_a_case_sets_them(cell: Cell) -> None:
+    inherited = {
+        "NCCL_PROTO": "LL",
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/h",
+    }
+    chosen = cell.model_copy(update={"environment": {"NCCL_ALGO": "Tree"}})
+    environment = cell_environment(inherited, chosen)
+    assert {name: value for name, value in environment.items() if name != "PYTHONPATH"} == {
+        "NCCL_ALGO": "Tree",
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/h",
+    }
+
+
+def test_a_relative_import_path_survives_the_change_of_folder(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repro.launch.trainer_package", lambda: Path("/src/unilab"))
+    environment = cell_environment({"PYTHONPATH": "lib"}, cell)
+    assert environment["PYTHONPATH"].split(os.pathsep) == ["/src", str(Path("lib").resolve())]
+
+
+def test_the_last_line_is_cut(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "cell.log"
+    log.parent.mkdir()
+    log.write_text("first\n" + "x" * 1000 + "\n\n  \n")
+    assert last_line(log) == "x" * 299 + "…"

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from session_builder import SOURCE, make_host, toy_matrix
+
+from repro.evidence import CellEvidence
+from repro.live import SessionView
+from repro.plan import Plan, make_plan
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def plan() -> Plan:
+    matrix = toy_matrix(startup_estimate_seconds=10.0, iteration_estimate_seconds=0.0)
+    return make_plan(matrix, *make_host(), SOURCE)
+
+
+def ended(plan: Plan, index: int, status: str, reason: str | None = None) -> CellEvidence:
+    return CellEvidence(plan.cells[index], status, reason, None, None, has_run=False)
+
+
+def test_plain_lines_without_a_terminal(plan: Plan) -> None:
+    stream, clock = io.StringIO(), Clock()
+    with SessionView(plan, Console(file=stream, force_terminal=False), clock) as view:
+        view.started(plan.cells[0])
+        clock.now += 4
+        view.ended(ended(plan, 0, "failed", "exit code 1: no [bold]luck[/]"), 4.0)
+    assert stream.getvalue().splitlines() == [
+        "[1/5] warmup1_slow: running",
+        "[1/5] warmup1_slow: failed (exit code 1: no [bold]luck[/]), 4 s, about 16 s left",
+    ]
+
+
+def test_the_rest_is_estimated_from_the_plan_then_from_what_ran(plan: Plan) -> None:
+    clock = Clock()
+    view = SessionView(plan, Console(file=io.StringIO(), force_terminal=False), clock)
+    assert view.remaining_seconds() == 50.0
+    view.started(plan.cells[0])
+    clock.now += 4
+    assert view.remaining_seconds() == 46.0
+    view.ended(ended(plan, 0, "discarded"), 6.0)
+    assert view.remaining_seconds() == 24.0
+
+
+def test_a_table_on_a_terminal(plan: Plan) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
+    with SessionView(plan, console, Clock()) as view:
+        view.started(plan.cells[0])
+        view.ended(ended(plan, 0, "timeout", "no end after 3 s"), 3.0)
+    output = stream.getvalue()
+    for word in ("cell", "elapsed", "steps/s", "warmup1_slow", "timeout", "waiting", "left"):
+        assert word in output
+    assert "no end after 3 s" in output

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from session_builder import COMPARISON, TOY, matrix_text
+
+from repro.errors import UsageError
+from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, parse_matrix
+
+
+def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
+    assert builtin_names() == ["single", "smoke"]
+    smoke, single = load_matrix("smoke"), load_matrix("single")
+    assert smoke.smoke and not single.smoke
+    assert [case.workers for case in smoke.cases] == [1, 2]
+    assert (smoke.repeats, smoke.warmup, len(smoke.cases)) == (3, 1, 2)  # seven cells
+    assert (single.iterations, single.repeats) == (300, 3)
+    assert [(case.name, case.gpus, case.workers) for case in single.cases] == [("n1", (0,), "default")]
+    assert all("algo.save_interval=-1" in matrix.overrides for matrix in (smoke, single))
+
+
+def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOY)
+    assert [case.name for case in load_matrix(str(path)).cases] == ["slow", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("repeats = 2", "repeets = 2", "toy.toml: unknown key 'repeets'; did you mean 'repeats'?"),
+        ("workers = 1", "worker = 1", "unknown key 'cases.0.worker'; did you mean 'workers'?"),
+        ("repeats = 2", "", "toy.toml: key 'repeats' is missing"),
+        ("repeats = 2", "repeats = 2\nrepeats = 3", "not valid TOML: Cannot overwrite a value"),
+        ("repeats = 2", "repeats = 0", "repeats: input should be greater than or equal to 1, found 0"),
+        ("repeats = 2", 'repeats = "2"', "repeats: input should be a valid integer, found '2'"),
+        ("margin = 0.05", "margin = nan", "margin"),
+        ('interval = "welch"', 'interval = "bootstrap"', "interval: input should be 'welch' or 'paired'"),
+        ('name = "fast"', 'name = "slow"', "case name 'slow' is used 2 times"),
+        ('numerator = "fast"', 'numerator = "fats"', "comparison 'speedup' names case 'fats'; did you mean 'fast'?"),
+        ('numerator = "fast"', 'numerator = "slow"', "compares 'slow' with itself"),
+        ("smoke = true", "smoke = false", "case 'slow' names no GPU; set gpus = [0], or smoke = true"),
+        ("workers = 1", "gpus = [0]", "case 'slow' names GPUs [0], but the matrix is smoke"),
+        ("workers = 1", "gpus = [1, 1]", "GPU positions [1, 1] repeat"),
+        ("workers = 1", "workers = 0", "workers"),
+        ("workers = 1", 'overrides = ["algo.num_envs"]', "override 'algo.num_envs' is not key=value"),
+        ("workers = 1", 'overrides = ["env.cpu_ids=[0]"]', "env.cpu_ids is set by the suite; use workers"),
+        ("workers = 1", 'overrides = ["+training.log_dir=x"]', "training.log_dir is set by the suite; "),
+        ('name = "toy"', 'name = "Toy run"', "name: string should match pattern"),
+    ],
+)
+def test_a_wrong_matrix_is_refused_in_one_line(old: str, new: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_matrix(TOY.replace(old, new), "toy.toml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_matrix_or_file_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown matrix 'smok'; did you mean 'smoke'"):
+        load_matrix("smok")
+    with pytest.raises(UsageError, match="matrix file there/is/none does not exist"):
+        load_matrix("there/is/none")
+
+
+def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> None:
+    both = matrix_of_cases(["workers2", "workers1"])
+    assert [case.name for case in both.cases] == ["workers2", "workers1"]
+    assert [item.name for item in both.comparisons] == ["second_worker"]
+    assert matrix_of_cases(["workers1"]).comparisons == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
+        (["n1", "n1"], "repeat a name"),
+        (["n1", "workers1"], "the cases do not point to one matrix"),
+    ],
+)
+def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        matrix_of_cases(names)
+
+
+def test_the_command_line_changes_a_matrix_within_its_limits() -> None:
+    changed = adjust(parse_matrix(TOY, "toy.toml"), 7, 5, ("algo.gamma=0.9",))
+    assert (changed.iterations, changed.repeats, changed.overrides) == (7, 5, ("algo.gamma=0.9",))
+    with pytest.raises(UsageError, match="--repeats 0: must be at least 1"):
+        adjust(changed, None, 0, ())
+    with pytest.raises(UsageError, match=r"training\.smoke is set by the suite"):
+        adjust(changed, None, None, ("training.smoke=false",))
+
+
+def test_comparison_names_are_unique() -> None:
+    with pytest.raises(UsageError, match="comparison name 'speedup' is used 2 times"):
+        parse_matrix(matrix_text({"slow": {}, "fast": {}}, extra=2 * COMPARISON), "toy.toml")

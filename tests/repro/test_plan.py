@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from session_builder import SOURCE, make_host, toy_matrix
+
+from repro.errors import UsageError
+from repro.matrix import Matrix, load_matrix
+from repro.plan import Plan, interleave, make_plan
+from repro.schema import canonical_json, parse_model
+
+NOW = datetime(2026, 11, 29, 12, 0, 1, tzinfo=UTC)
+
+
+def plan_for(matrix: Matrix, cpus: int = 4, gpus: int = 0, **options: object) -> Plan:
+    host, topology = make_host(cpus, gpus)
+    return make_plan(matrix, host, topology, SOURCE, now=NOW, **options)  # type: ignore[arg-type]
+
+
+def test_the_warm_up_comes_first_then_blocks_in_turn() -> None:
+    plan = plan_for(toy_matrix(repeats=3))
+    assert [cell.id for cell in plan.cells] == [
+        "warmup1_slow",
+        *("slow_r1", "fast_r1"),
+        *("fast_r2", "slow_r2"),
+        *("slow_r3", "fast_r3"),
+    ]
+    assert [cell.warmup for cell in plan.cells] == [True] + [False] * 6
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6, unique=True), st.integers(1, 9))
+def test_every_block_holds_every_case_once_and_neighbouring_blocks_mirror(names: list[str], repeats: int) -> None:
+    order = interleave(names, repeats)
+    blocks = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+    assert len(blocks) == repeats
+    for number, block in enumerate(blocks, start=1):
+        assert [repeat for _, repeat in block] == [number] * len(names)
+        assert [name for name, _ in block] == (names if number % 2 else names[::-1])
+
+
+def test_commands_follow_the_trainers_command_line() -> None:
+    cell = plan_for(load_matrix("smoke"), cpus=2).cells[2]
+    assert cell.id == "workers2_r1"
+    assert cell.arguments[:10] == (
+        *("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"),
+        *("training.log_dir=runs/workers2_r1", "training.no_play=true", "training.smoke=true"),
+        "algo.max_iterations=100",
+    )
+    assert "env.cpu_ids=[0,1]" in cell.arguments
+    assert cell.environment == {"PYTHONUNBUFFERED": "1"}
+
+
+def test_a_gpu_case_gets_its_device_and_leaves_a_cpu_for_the_learner() -> None:
+    cell = plan_for(load_matrix("single"), cpus=16, gpus=2).cells[1]
+    assert (cell.id, cell.gpus, cell.world_size) == ("n1_r1", ("GPU-0",), 1)
+    assert cell.cpu_ids == tuple(range(15))
+    assert cell.environment["CUDA_VISIBLE_DEVICES"] == "GPU-0"
+    assert not any("smoke" in word for word in cell.arguments)
+
+
+def test_what_the_host_cannot_hold_is_skipped_with_the_reason_and_not_warmed_up() -> None:
+    plan = plan_for(load_matrix("smoke"), cpus=1)
+    skipped = {cell.id: cell.skip_reason for cell in plan.cells if cell.skip_reason}
+    assert set(skipped) == {"workers2_r1", "workers2_r2", "workers2_r3"}
+    assert set(skipped.values()) == {"asks for 2 workers, this host offers 1 CPU"}
+    assert [cell.id for cell in plan.runnable] == ["warmup1_workers1", "workers1_r1", "workers1_r2", "workers1_r3"]
+    assert plan_for(load_matrix("single")).runnable == ()
+
+
+def test_content_hashes_depend_on_content_alone() -> None:
+    here, there = plan_for(toy_matrix(), cpus=4), plan_for(toy_matrix(), cpus=2, prefix="again")
+    assert [cell.content_sha256 for cell in here.cells] == [cell.content_sha256 for cell in there.cells]
+    assert len({cell.content_sha256 for cell in here.cells}) == len(here.cells)
+    other = plan_for(toy_matrix(iterations=41))
+    assert not {cell.content_sha256 for cell in here.cells} & {cell.content_sha256 for cell in other.cells}
+
+
+def test_a_prefix_begins_every_name() -> None:
+    assert all(cell.id.startswith("mine_") for cell in plan_for(toy_matrix(), prefix="mine").cells)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"prefix": "../x"}, "--prefix '../x': use small letters"), ({"timeout": 0.0}, "--timeout 0: must be above 0")],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_for(toy_matrix(), **options)
+
+
+def test_two_cells_of_one_name_are_refused() -> None:
+    slow = toy_matrix().cases[0]
+    names = ("a_r1", "warmup1_a")  # the warm-up of the first and the first repeat of the second
+    cases = tuple(slow.model_copy(update={"name": name}) for name in names)
+    with pytest.raises(UsageError, match="two cells would be called 'warmup1_a_r1'"):
+        plan_for(toy_matrix(cases=cases, comparisons=()))
+
+
+def test_only_present_variables_are_named_as_cleared() -> None:
+    plan = plan_for(toy_matrix(), inherited=["NCCL_DEBUG", "NCCL_PROTO", "CUDA_VISIBLE_DEVICES"])
+    assert plan.cleared_environment == ("NCCL_PROTO", "CUDA_VISIBLE_DEVICES")
+
+
+def test_time_is_estimated_for_what_can_run() -> None:
+    matrix = toy_matrix(startup_estimate_seconds=3.0, iteration_estimate_seconds=0.5, iterations=10)
+    assert plan_for(matrix).estimated_seconds == 5 * (3.0 + 10 * 0.5)
+
+
+def test_a_plan_survives_its_file() -> None:
+    plan = plan_for(toy_matrix())
+    assert parse_model(Plan, canonical_json(plan), "plan.json") == plan
+    assert plan.trainer == ("python", "-m", "unilab.train")
+    assert plan.created == "2026-11-29T12:00:01Z"

@@ -1,0 +1,134 @@
+"""The page and its figures: what a reader sees, and that the same folder always gives the same bytes."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import jinja2
+import pytest
+from session_builder import finished_session, matrix_text, run_session
+
+import repro.render
+from repro.evidence import read_evidence
+from repro.figures import draw_figures, installed_version, matplotlib_version
+from repro.headline import headline
+from repro.render import render_report
+from repro.report import derive_report
+from repro.result import compute_result
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return finished_session(tmp_path)
+
+
+def sections(page: str) -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
+    page = (out / "report.md").read_text(encoding="utf-8")
+    assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
+    found = sections(page)
+    assert list(found) == [
+        *("Result", "Metric", "Runs", "Window sensitivity", "Notes", "Cases", "Environment", "Limits"),
+        "Inputs and verification",
+    ]
+    assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
+    assert "weak scaling" in found["Limits"] and "Convergence was not verified" in found["Limits"]
+    assert "SMOKE" in found["Limits"]
+    assert "(figures/rates.svg)" in found["Result"] and "(figures/steps.svg)" in found["Runs"]
+    assert "| fast_r1" in found["Runs"] and "tail mean of `Perf/total_fps`" in found["Runs"]
+    assert "| speedup: fast / slow |" in found["Result"] and "| improved |" in found["Result"]
+    assert "torch" in found["Environment"]
+
+
+def test_no_section_is_empty_and_tables_line_up(out: Path) -> None:
+    page = (out / "report.md").read_text(encoding="utf-8")
+    assert all(len(text.strip()) > 20 for text in sections(page).values())
+    assert "\n\n\n" not in page and page.endswith("\n") and not page.endswith("\n\n")
+    for block in re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE):
+        assert len({len(line) for line in block.splitlines()}) == 1, block
+
+
+def test_every_input_is_listed_with_its_hash(out: Path) -> None:
+    page = (out / "report.md").read_text(encoding="utf-8")
+    inputs = read_evidence(out).inputs
+    assert {"plan.json", "host.json", "journal.jsonl", "logs/slow_r1.log"} < set(inputs)
+    assert "result.json" not in inputs and "MANIFEST.sha256" not in inputs
+    for name, digest in inputs.items():
+        assert f"\n{digest}  {name}\n" in page
+
+
+def test_no_number_is_computed_in_the_page(out: Path) -> None:
+    """Every rate of the group table is one of the result's, only rounded."""
+    result = compute_result(read_evidence(out))
+    page = (out / "report.md").read_text(encoding="utf-8")
+    for group in result.groups:
+        assert re.search(rf"^\| {group.case} +\| +2 \| +{group.mean:,.0f} \|", page, flags=re.MULTILINE)
+
+
+def test_the_same_folder_gives_the_same_bytes_each_time(out: Path) -> None:
+    first, second = derive_report(out), derive_report(out)
+    assert first.files == second.files
+    assert {name: (out / name).read_bytes() for name in first.files} == first.files
+
+
+def test_a_users_matplotlib_settings_change_nothing(out: Path) -> None:
+    import matplotlib
+
+    evidence = read_evidence(out)
+    expected = draw_figures(evidence, compute_result(evidence))
+    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "svg.hashsalt": None}):
+        assert draw_figures(evidence, compute_result(evidence)) == expected
+
+
+def test_figures_are_svg_that_names_its_version_and_shows_every_run(out: Path) -> None:
+    for name in ("rates.svg", "steps.svg"):
+        content = (out / "figures" / name).read_bytes()
+        assert ET.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
+        assert matplotlib_version(content) == installed_version()
+        assert b"<dc:date>" not in content
+    rates = (out / "figures" / "rates.svg").read_text()
+    assert rates.count("<use xlink:href") >= 4
+    assert "SMOKE, not a benchmark" in rates and "slow (n = 2)" in rates
+
+
+def test_a_session_without_numbers_has_a_page_without_figures_or_empty_tables(tmp_path: Path) -> None:
+    _, out = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}}))
+    page = (out / "report.md").read_text(encoding="utf-8")
+    assert "**Incomplete: 1 of 1 cell gave no number.**" in page
+    assert "figures/" not in page and not list(out.glob("figures/*"))
+    assert "Window sensitivity" not in sections(page)
+    assert "exit code 1: RuntimeError: asked to crash" in sections(page)["What gave no number"]
+    assert "\n\n\n" not in page
+
+
+def test_a_template_that_asks_for_an_unknown_name_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = read_evidence(out)
+    context = repro.render.report_context(evidence, compute_result(evidence))
+    context.pop("limits")
+    monkeypatch.setattr(repro.render, "report_context", lambda *_: context)
+    with pytest.raises(jinja2.UndefinedError):
+        render_report(evidence, compute_result(evidence))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        ("improved", "faster, beyond the noise"),
+        ("no_regression", "not slower by more than 5.0 %"),
+        ("suspicious", "probably slower, not shown"),
+        ("regression", "slower by more than 5.0 %"),
+        ("insufficient_data", "the data do not decide"),
+    ],
+)
+def test_the_headline_says_the_verdict_in_words(out: Path, verdict: str, words: str) -> None:
+    evidence = read_evidence(out)
+    result = compute_result(evidence)
+    changed = result.comparisons[0].model_copy(update={"verdict": verdict})
+    said = headline(result.model_copy(update={"comparisons": (changed,)}), evidence.plan.matrix)
+    assert said.startswith("`fast` runs at 1.") and said.endswith(f", n = 2): {words}.")

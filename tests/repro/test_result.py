@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from session_builder import finished_session, matrix_text, run_session
+
+from repro.evidence import read_evidence
+from repro.result import CellResult, Result, compute_result
+from repro.schema import canonical_json
+
+SCHEMA = Path(__file__).resolve().parents[2] / "repro" / "schemas" / "result.schema.json"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return finished_session(tmp_path)
+
+
+def computed(out: Path) -> Result:
+    return compute_result(read_evidence(out))
+
+
+def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_the_committed_schema_is_the_models() -> None:
+    fresh = "python -m repro.result > repro/schemas/result.schema.json"
+    assert json.loads(SCHEMA.read_text()) == Result.model_json_schema(), f"write it again: {fresh}"
+
+
+def test_the_names_others_rely_on() -> None:
+    assert list(Result.model_fields) == [
+        *("schema_version", "matrix", "smoke", "host", "cells", "groups", "comparisons"),
+        *("probes", "learning", "verdict"),
+    ]
+    assert list(CellResult.model_fields) == [
+        *("id", "case", "repeat", "status", "reason", "world_size", "steps_per_second", "learner_rows_per_second"),
+        *("tail_mean_total_fps", "physics_fraction", "ceiling_share", "exposed_ms", "learner_cycle_ms"),
+        *("startup_seconds", "run"),
+    ]
+    names = {kind: list(Result.model_json_schema()["$defs"][kind]["properties"]) for kind in ("GroupResult",)}
+    assert names == {"GroupResult": ["case", "n", "mean", "sd", "ci_low", "ci_high"]}
+
+
+def test_numbers_are_those_of_the_runs(out: Path) -> None:
+    result = computed(out)
+    rates = {
+        case: [cell.steps_per_second or 0.0 for cell in result.cells if cell.case == case and cell.status == "measured"]
+        for case in ("slow", "fast")
+    }
+    slow = result.groups[0]
+    assert slow.mean == pytest.approx(sum(rates["slow"]) / 2)
+    assert slow.sd == pytest.approx(abs(rates["slow"][0] - rates["slow"][1]) / 2**0.5, rel=1e-6)
+    half = stats.t.ppf(0.975, 1) * abs(math.log(rates["slow"][0] / rates["slow"][1])) / 2
+    centre = math.sqrt(rates["slow"][0] * rates["slow"][1])
+    assert (slow.ci_low, slow.ci_high) == pytest.approx((centre * math.exp(-half), centre * math.exp(half)), rel=1e-6)
+    welch = stats.ttest_ind(np.log(rates["fast"]), np.log(rates["slow"]), equal_var=False).confidence_interval()
+    (found,) = result.comparisons
+    assert (found.ci_low, found.ci_high) == pytest.approx((math.exp(welch.low), math.exp(welch.high)), rel=1e-6)
+
+
+def test_floats_are_finite_and_rounded(out: Path) -> None:
+    text = canonical_json(computed(out))
+    assert "NaN" not in text and "Infinity" not in text
+    for cell in json.loads(text)["cells"]:
+        value = cell["steps_per_second"]
+        assert value == float(f"{value:.10g}")
+
+
+def test_the_result_is_a_function_of_the_folder_alone(out: Path, tmp_path: Path) -> None:
+    elsewhere = Path(shutil.copytree(out, tmp_path / "somewhere" / "else"))
+    for name in ("result.json", "report.md", "MANIFEST.sha256"):
+        (elsewhere / name).unlink()
+    assert canonical_json(computed(elsewhere)) == (out / "result.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda c: c.update(source_sha256="0" * 64), "source_sha256 ffffffffffff… and 000000000000…"),
+        (lambda c: c["git"].update(commit="1" * 40), "git.commit 000000000000… and 111111111111…"),
+        (lambda c: c["git"].update(dirty=True), "git.dirty false and true"),
+        (lambda c: c["versions"].update(torch="2.12.0"), "versions.torch 2.13.0 and 2.12.0"),
+        (lambda c: c["versions"].pop("torch"), "versions.torch 2.13.0 and nothing"),
+    ],
+)
+def test_mixed_code_inside_a_group_takes_its_numbers(
+    out: Path, change: Callable[[dict[str, object]], object], what: str
+) -> None:
+    edit_json(out / "runs" / "slow_r2" / "command.json", change)
+    result = computed(out)
+    slow = [cell for cell in result.cells if cell.case == "slow" and cell.repeat]
+    assert {(cell.status, cell.reason) for cell in slow} == {
+        ("refused", f"mixed_code: group slow mixes {what} in slow_r1 and slow_r2")
+    }
+    assert {cell.steps_per_second for cell in slow} == {None}
+    assert (result.groups[0].n, result.groups[0].mean, result.groups[1].n) == (0, None, 2)
+    assert (result.comparisons[0].ratio, result.comparisons[0].verdict) == (None, "insufficient_data")
+    assert result.verdict == "incomplete"
+
+
+def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:
+    for repeat in (1, 2):
+        edit_json(out / "runs" / f"slow_r{repeat}" / "command.json", lambda c: c.update(source_sha256="0" * 64))
+    result = computed(out)
+    assert [group.n for group in result.groups] == [2, 2]
+    assert (result.comparisons[0].ratio, result.comparisons[0].verdict) == (None, "insufficient_data")
+    assert result.verdict == "insufficient_data"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        (
+            "config.json",
+            lambda c: c["training"].update(smoke=False),
+            "training.smoke was planned as true, the run says",
+        ),
+        ("config.json", lambda c: c["algo"].update(max_iterations=9), "algo.max_iterations was planned as 40, the run"),
+        ("config.json", lambda c: c["env"].update(cpu_ids=[7]), "env.cpu_ids was planned as [0], the run says [7]"),
+        ("config.json", lambda c: c.pop("env"), "env.cpu_ids was planned as [0], the run says null"),
+        ("manifest.json", lambda c: c["dp_sync"].update(world_size=2), "world size was planned as 1, the run says 2"),
+    ],
+)
+def test_a_run_that_is_not_the_planned_one_is_refused(
+    out: Path, name: str, change: Callable[[dict[str, object]], object], reason: str
+) -> None:
+    edit_json(out / "runs" / "fast_r1" / name, change)
+    cell = next(cell for cell in computed(out).cells if cell.id == "fast_r1")
+    assert cell.status == "refused"
+    assert (cell.reason or "").startswith(f"not_as_planned: {reason}")
+
+
+def test_a_run_without_provenance_is_refused(out: Path) -> None:
+    (out / "runs" / "fast_r1" / "command.json").unlink()
+    cell = next(cell for cell in computed(out).cells if cell.id == "fast_r1")
+    assert (cell.reason or "").startswith("missing_provenance: ")
+
+
+def test_a_paired_interval_uses_only_complete_pairs(tmp_path: Path) -> None:
+    extra = '\n[[comparisons]]\nname = "speedup"\nnumerator = "fast"\ndenominator = "slow"\n'
+    cases = {"slow": {"FAKE_RATE": "10000"}, "fast": {"FAKE_RATE": "15000"}}
+    _, out = run_session(tmp_path, matrix_text(cases, repeats=3, interval="paired", extra=extra))
+    assert computed(out).comparisons[0].n == 3
+    shutil.rmtree(out / "runs" / "slow_r2")
+    (found,) = computed(out).comparisons
+    assert found.n == 2
+    assert found.ratio == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_single_run_has_no_spread_and_decides_nothing(out: Path) -> None:
+    for name in ("slow_r2", "fast_r2"):
+        shutil.rmtree(out / "runs" / name)
+    result = computed(out)
+    assert [(group.n, group.sd, group.ci_low) for group in result.groups] == [(1, None, None)] * 2
+    (found,) = result.comparisons
+    assert found.ratio == pytest.approx(1.5, rel=0.02)
+    assert (found.ci_low, found.ci_high, found.n, found.verdict) == (None, None, 1, "insufficient_data")

@@ -1,0 +1,236 @@
+"""Whole sessions with the fake trainer: what happens when cells end well, badly or not at all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from session_builder import (
+    SOURCE,
+    TOY,
+    TRAINER,
+    finished_session,
+    make_host,
+    matrix_text,
+    run_session,
+    toy_matrix,
+)
+
+from repro.errors import UsageError
+from repro.journal import read_journal
+from repro.layout import JOURNAL_FILE, RESULT_FILE
+from repro.matrix import load_matrix
+from repro.plan import make_plan
+from repro.result import Result
+from repro.schema import read_model
+from repro.session import create_out_dir, default_out_dir, published_plan
+from repro.verify import verify
+
+FAILING = ("crash", "cut_log", "nan", "clock_step", "no_run_end", "damaged", "duplicate_steps", "exit3")
+
+
+def result_of(out: Path) -> Result:
+    return read_model(Result, out / RESULT_FILE)
+
+
+def test_a_session_is_measured_reported_and_verifies_twice(tmp_path: Path) -> None:
+    out = finished_session(tmp_path)
+    result = result_of(out)
+    assert [(cell.id, cell.status) for cell in result.cells] == [
+        ("warmup1_slow", "discarded"),
+        *((name, "measured") for name in ("slow_r1", "fast_r1", "fast_r2", "slow_r2")),
+    ]
+    slow, fast = result.groups
+    assert slow.n == fast.n == 2
+    assert slow.mean == pytest.approx(10_000, rel=0.011) and fast.mean == pytest.approx(15_000, rel=0.011)
+    (speedup,) = result.comparisons
+    assert speedup.ratio == pytest.approx(1.5, rel=0.02)
+    assert (speedup.name, speedup.metric, speedup.n) == ("speedup", "steps_per_second", 2)
+    assert result.smoke and result.matrix == "toy"
+    for _ in range(2):
+        lines: list[str] = []
+        assert verify([out], lines.append), lines
+        assert lines[-1].startswith("verified: ") and lines[-1].endswith(", 5 runs recomputed")
+
+
+def test_the_journal_tells_starts_and_ends_in_order(tmp_path: Path) -> None:
+    entries = read_journal(finished_session(tmp_path))
+    assert [entry.event for entry in entries] == [
+        "session_started",
+        *5 * ["cell_started", "cell_ended"],
+        "session_ended",
+    ]
+    assert {entry.exit_code for entry in entries if entry.event == "cell_ended"} == {0}
+
+
+def test_nothing_published_names_this_machine(tmp_path: Path) -> None:
+    out = finished_session(tmp_path)
+    project = str(Path(__file__).resolve().parents[2])
+    texts = [path for path in out.rglob("*") if path.is_file() and "tfevents" not in path.name]
+    assert len(texts) > 20
+    for path in texts:
+        content = path.read_text(encoding="utf-8")
+        assert project not in content and str(Path.home()) + "/" not in content, path
+        assert "repro-session-" not in content, path  # the folder it was run in
+
+
+def test_bad_cells_say_why_and_do_not_stop_the_others(tmp_path: Path) -> None:
+    cases = {mode: {"FAKE_MODE": mode} for mode in FAILING} | {"good": {}}
+    code, out = run_session(tmp_path, matrix_text(cases))
+    assert code == 4
+    result = result_of(out)
+    assert result.verdict == "incomplete"
+    found = {cell.case: (cell.status, cell.reason or "") for cell in result.cells}
+    expected = {
+        "crash": ("failed", "exit code 1: RuntimeError: asked to crash"),
+        "nan": ("refused", "non_finite: "),
+        "clock_step": ("refused", "clock_step: "),
+        "no_run_end": ("refused", "missing_run_end: "),
+        "damaged": ("refused", "damaged_record: "),
+        "duplicate_steps": ("refused", "steps_not_increasing: "),
+        "exit3": ("host_unfit", "exit code 3: train: no GPU is visible"),
+        "good": ("measured", ""),
+        "cut_log": ("measured", ""),  # a cut tail is reported beside the number
+    }
+    for case, (status, reason) in expected.items():
+        assert found[case][0] == status, (case, found[case])
+        assert found[case][1].startswith(reason), (case, found[case])
+    page = (out / "report.md").read_text()
+    assert "## What gave no number" in page and "asked to crash" in page
+    assert "cut_log_r1: the last record of the event file is cut" in page
+    assert verify([out], lambda line: None)
+
+
+def test_a_hanging_cell_is_ended_and_reported(tmp_path: Path) -> None:
+    code, out = run_session(tmp_path, matrix_text({"hang": {"FAKE_MODE": "hang"}}), "--timeout", "1.5")
+    assert code == 4
+    (cell,) = result_of(out).cells
+    assert cell.status == "timeout"
+    assert cell.reason == "no end after 1.5 s; its process group ended on SIGTERM"
+    assert (
+        "Nothing was measured" in (out / "report.md").read_text() or "gave no number" in (out / "report.md").read_text()
+    )
+    assert not list(out.glob("figures/*"))
+    assert verify([out], lambda line: None)
+
+
+def test_fail_fast_stops_and_the_rest_is_not_run(tmp_path: Path) -> None:
+    code, out = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}, "good": {}}), "--fail-fast")
+    assert code == 4
+    assert [(cell.case, cell.status) for cell in result_of(out).cells] == [("bad", "failed"), ("good", "not_run")]
+
+
+def test_a_host_that_is_unfit_for_every_cell_gives_exit_code_3(tmp_path: Path) -> None:
+    assert run_session(tmp_path, matrix_text({"a": {"FAKE_MODE": "exit3"}}))[0] == 3
+
+
+def test_a_gated_regression_gives_exit_code_1(tmp_path: Path) -> None:
+    backwards = TOY.replace(
+        'numerator = "fast"\ndenominator = "slow"', 'numerator = "slow"\ndenominator = "fast"\ngate = true'
+    )
+    code, out = run_session(tmp_path, backwards)
+    assert result_of(out).verdict == "regression"
+    assert code == 1
+
+
+def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> None:
+    text = matrix_text({"a": {"CUDA_VISIBLE_DEVICES": "0,1"}})  # the trainer takes two ranks, the plan says one
+    _, out = run_session(tmp_path, text)
+    (cell,) = result_of(out).cells
+    assert (cell.status, cell.steps_per_second) == ("refused", None)
+    assert cell.reason == "not_as_planned: world size was planned as 1, the run says 2"
+
+
+def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path) -> None:
+    matrix, out = tmp_path / "m.toml", tmp_path / "out"
+    matrix.write_text(matrix_text({"hang": {"FAKE_MODE": "hang"}, "later": {}}))
+    script = "import sys; from repro.cli import main; sys.exit(main(sys.argv[1:6], trainer=sys.argv[6:]))"
+    command = [sys.executable, "-c", script, "run", "--matrix", str(matrix), "--out", str(out), *TRAINER]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (out / "runs" / "hang_r1" / "progress.jsonl").exists():
+                assert process.poll() is None and time.monotonic() < deadline, "the cell did not start"
+                time.sleep(0.02)
+            cells = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            output = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 130, output
+    assert cells and not psutil.wait_procs(cells, timeout=10)[1], "the cell is still there"
+    entries = read_journal(out)
+    assert [entry.event for entry in entries] == [
+        "session_started",
+        "cell_started",
+        "cell_ended",
+        "session_interrupted",
+    ]
+    assert entries[2].outcome == "interrupted"
+    assert [(cell.id, cell.status) for cell in result_of(out).cells] == [
+        ("hang_r1", "interrupted"),
+        ("later_r1", "not_run"),
+    ]
+    assert output.splitlines()[-1] == f"{out}/report.md"
+    assert "Traceback" not in output
+    assert verify([out], lambda line: None)
+
+
+def test_a_folder_with_content_is_never_used_again(tmp_path: Path) -> None:
+    first = create_out_dir(tmp_path / "r")
+    assert create_out_dir(tmp_path / "r") == first  # still empty
+    (first / "x").write_text("x")
+    second = create_out_dir(tmp_path / "r")
+    (second / "x").write_text("x")
+    assert [second.name, create_out_dir(tmp_path / "r").name] == ["r-2", "r-3"]
+    with pytest.raises(UsageError, match="cannot make the report folder"):
+        create_out_dir(first / "x" / "y")
+
+
+def test_a_second_session_leaves_the_first_alone(tmp_path: Path) -> None:
+    text = matrix_text({"a": {}})
+    code, out = run_session(tmp_path, text)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert code == run_session(tmp_path, text)[0] == 0
+    assert (tmp_path / "out-2" / RESULT_FILE).is_file()
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_folders_are_named_by_date_matrix_or_gpu_and_commit() -> None:
+    smoke = make_plan(load_matrix("smoke"), *make_host(), SOURCE)
+    assert default_out_dir(smoke, make_host()[0]) == Path("reports") / f"{smoke.created[:10]}_smoke_0123456"
+    host, topology = make_host(gpu_count=2)
+    single = make_plan(load_matrix("single"), host, topology, SOURCE)
+    assert default_out_dir(single, host).name == f"{single.created[:10]}_h200x1_0123456"
+
+
+def test_what_a_user_typed_is_redacted_in_the_published_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro.redact import Redactor
+
+    monkeypatch.setattr("pathlib.Path.home", lambda: Path("/home/marie"))
+    plan = make_plan(toy_matrix(overrides=("algo.x=/home/marie/y",)), *make_host(), SOURCE)
+    assert "/home/marie" in json.dumps(plan.model_dump(mode="json"))
+    assert "/home/marie" not in json.dumps(published_plan(plan, Redactor()).model_dump(mode="json"))
+
+
+def test_a_killed_session_can_still_be_reported(tmp_path: Path) -> None:
+    from repro.cli import main
+
+    out = finished_session(tmp_path)
+    journal = out / JOURNAL_FILE
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]) + lines[4][:10])  # killed while slow_r1 ran
+    for name in ("MANIFEST.sha256", "result.json", "report.md"):
+        (out / name).unlink()
+    assert main(["report", str(out)]) == 0
+    assert [cell.status for cell in result_of(out).cells] == ["discarded", "interrupted", *3 * ["not_run"]]
+    assert verify([out], lambda line: None)
+    assert not list((out / "figures").iterdir())
