@@ -76,16 +76,17 @@ class DeviceExchange:
 
 
 class MetricReader:
-    """Brings a tick's 0-d device tensors to the host one tick later, in one copy.
+    """Brings a tick's metrics to the host one tick later, in one copy, and times the update phase.
 
     Args:
-        device: where the tensors live.
+        values: the metrics on the device, a static buffer.
+        names: their tags.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._names: list[str] = []
-        self._host = torch.empty(0)
+    def __init__(self, values: Tensor, names: list[str]) -> None:
+        self._cuda = values.device.type == "cuda"
+        self._values, self._names = values, names
+        self._host = torch.empty(values.shape, pin_memory=self._cuda)
         self._began = self._ended = time.monotonic()
         if self._cuda:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -96,20 +97,14 @@ class MetricReader:
         if self._cuda:
             self._events[0].record()
 
-    def end(self, metrics: dict[str, Tensor]) -> None:
-        """Mark the end of the update phase and start the copy of `metrics`."""
+    def end(self) -> None:
+        """Mark the end of the update phase and start the copy of its metrics."""
         if self._cuda:
             self._events[1].record()
         self._ended = time.monotonic()
-        self._names = list(metrics)
-        stacked = torch.stack([value.reshape(()).float() for value in metrics.values()])
+        self._host.copy_(self._values, non_blocking=self._cuda)
         if self._cuda:
-            if self._host.shape != stacked.shape:
-                self._host = torch.empty(stacked.shape, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
             self._events[2].record()
-        else:
-            self._host = stacked.cpu()
 
     def read(self) -> tuple[dict[str, float], float]:
         """Values of the last `end`, and the seconds the update phase took (device time on CUDA).

@@ -6,6 +6,8 @@ numbers are drawn at the head, shapes never depend on data, and nothing is read 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,7 @@ class ActPhase:
         replay: takes the finished transitions.
         generator: random stream of the exploration noise.
         registry: receives the noise buffer.
+        compiled: compile the task functions and the actor with Inductor.
     """
 
     def __init__(
@@ -49,27 +52,33 @@ class ActPhase:
         replay: ReplayRing,
         generator: torch.Generator,
         registry: StateRegistry,
+        compiled: bool = False,
     ) -> None:
         self._environment, self._learner, self._replay, self._generator = environment, learner, replay, generator
         self._noise = registry.tensor("act/noise", torch.zeros_like(environment.actions))
+        self._advance = torch.compile(self._finish_and_restart, dynamic=False) if compiled else self._finish_and_restart
+        self._decide = torch.compile(self._act, dynamic=False) if compiled else self._act
 
     @torch.no_grad()
     def begin(self) -> None:
         """Tick 0: every row is reset and gets its first action."""
         self._noise.normal_(generator=self._generator)
         self._environment.begin()
-        self._act()
+        self._decide()
 
     @torch.no_grad()
     def run(self) -> None:
         """Every later tick."""
-        environment = self._environment
-        environment.draw()
+        self._environment.draw()
         self._noise.normal_(generator=self._generator)
+        self._advance()
+        self._decide()
+
+    def _finish_and_restart(self) -> None:
+        environment = self._environment
         environment.complete()
         self._replay.append(_transition(environment), environment.valid)
         environment.restart(environment.finished)
-        self._act()
 
     def _act(self) -> None:
         action, _ = self._learner.actor.sample(self._environment.obs, self._noise)
@@ -80,16 +89,22 @@ class UpdatePhase:
     """One learner cycle: draw, gather, and all updates of the iteration.
 
     Args:
+        environment: source of the tick's task metrics.
         learner: networks and objectives.
         replay: where rows are drawn from.
         config: `algo.*`.
         action_dim: width of the action.
         generator: random stream of indices and action noise.
         registry: receives the draw buffers.
+
+    Attributes:
+        metric_names: tags of `metrics`.
+        metrics: `(len(metric_names),)` values after the last update of the cycle.
     """
 
     def __init__(
         self,
+        environment: Environment,
         learner: SacLearner,
         replay: ReplayRing,
         config: SacConfig,
@@ -97,7 +112,7 @@ class UpdatePhase:
         generator: torch.Generator,
         registry: StateRegistry,
     ) -> None:
-        self._learner, self._replay, self._generator = learner, replay, generator
+        self._environment, self._learner, self._replay, self._generator = environment, learner, replay, generator
         self._updates, self._policy_frequency = config.updates_per_step, config.policy_frequency
         actor_updates = -(-self._updates // self._policy_frequency)
         rows, device = config.updates_per_step * config.batch_size, replay.rows.device
@@ -107,15 +122,34 @@ class UpdatePhase:
         self._critic_noise, self._actor_noise = self._noise.split((self._updates, actor_updates))
         self._rows = torch.zeros(rows, replay.width, device=device)
         self._batches = [Batch(**replay.split(part)) for part in self._rows.split(config.batch_size)]
+        self._next_obs = replay.split(self._rows)["next_obs"]
+        # Between two changes of the actor, the next actions of several updates are one forward pass.
+        bounds = sorted({0, self._updates, *(i + 1 for i in range(0, self._updates - 1, self._policy_frequency))})
+        self._spans = [range(start, stop) for start, stop in pairwise(bounds)]
+        self.metric_names = list(self._measure())
+        self.metrics = torch.zeros(len(self.metric_names), device=device)
 
     def run(self) -> None:
         """Draw at the head, gather into the static batch, then update `updates_per_step` times."""
         self._indices.random_(generator=self._generator)
         self._noise.normal_(generator=self._generator)
         self._replay.gather(self._indices, self._rows)
-        for index, batch in enumerate(self._batches):
+        for span in self._spans:
+            self._run_span(span)
+        torch.stack([value.reshape(()).float() for value in self._measure().values()], out=self.metrics)
+
+    def _run_span(self, span: range) -> None:
+        size = self._critic_noise.shape[1]
+        rows = slice(span.start * size, span.stop * size)
+        noise = self._critic_noise[span.start : span.stop].flatten(0, 1)
+        actions, log_pi = self._learner.next_action(self._next_obs[rows], noise)
+        for index, action, density in zip(span, actions.split(size), log_pi.split(size), strict=True):
             round_, rest = divmod(index, self._policy_frequency)
-            self._learner.update(batch, self._critic_noise[index], None if rest else self._actor_noise[round_])
+            actor_noise = None if rest else self._actor_noise[round_]
+            self._learner.update(self._batches[index], action, density, actor_noise)
+
+    def _measure(self) -> dict[str, Tensor]:
+        return {**self._learner.report(), **self._environment.metrics()}
 
 
 def _transition(environment: Environment) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from unilab.capture import Phase
 from unilab.channel import SLOTS
 from unilab.config import RunConfig
 from unilab.environment import Environment
@@ -89,8 +90,10 @@ class Runner:
         self.registry = StateRegistry()
         self.env_steps = self.iteration = 0
         self.startup_seconds: float | None = None
+        # Warm-up, capture and replay share one stream of their own.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
-        self._metrics = MetricReader(device)
+        self._metrics = MetricReader(self._update_phase.metrics, self._update_phase.metric_names)
         self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
         try:
             self._exchange = DeviceExchange(self._collector.channel, self._environment)
@@ -106,6 +109,8 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._run_act.release()
+            self._run_update.release()
             self._exchange.close()
         finally:  # a device that failed must not keep the collector alive
             self._collector.close()
@@ -142,7 +147,8 @@ class Runner:
             "learner": {
                 "algo": self._config.algo.algo,
                 "amp": self._amp,
-                "update_phase": "eager",
+                "compiled": self._compiled,
+                "cuda_graph": self._captured,
                 "torch_threads": torch.get_num_threads(),
                 "replay_rows": self._replay.capacity,
                 "replay_row_width": self._replay.width,
@@ -158,7 +164,16 @@ class Runner:
             directory: receives checkpoints.
         """
         self._log, self._view, self._directory = log, view, directory
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # None, and so no stream, away from CUDA
+            self._train()
+
+    def _train(self) -> None:
         last = self.warmup_ticks - 1 + self._config.algo.max_iterations
+        if self._captured:
+            self._run_act.capture(self.registry)
+            self._run_update.capture(self.registry)
         self._begin()
         previous: Tick | None = None
         for number in range(last):
@@ -180,12 +195,19 @@ class Runner:
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
         self._learner = SacLearner(algo, *dims, device, self._amp, self.registry)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
+        exploration, update = self._generator("exploration"), self._generator("update")
+        on_cuda = device.type == "cuda"
+        self._compiled = algo.algo_params.use_compile and on_cuda
+        self._captured = algo.algo_params.use_whole_cycle_cuda_graph and on_cuda
         self._act_phase = ActPhase(
-            self._environment, self._learner, self._replay, self._generator("exploration"), self.registry
+            self._environment, self._learner, self._replay, exploration, self.registry, self._compiled
         )
         self._update_phase = UpdatePhase(
-            self._learner, self._replay, algo, task.action_dim, self._generator("update"), self.registry
+            self._environment, self._learner, self._replay, algo, task.action_dim, update, self.registry
         )
+        draws = self.registry.generators()
+        self._run_act = Phase(self._act_phase.run, [draws["random/environment"], exploration])
+        self._run_update = Phase(self._update_phase.run, [update])
 
     def _generator(self, stream: str) -> torch.Generator:
         generator = torch.Generator(self._device)
@@ -205,7 +227,7 @@ class Runner:
         header = self._collector.wait(number)
         arrived = time.monotonic()
         self._exchange.upload(number % SLOTS)
-        self._act_phase.run()
+        self._run_act()
         self._exchange.download()
         self._collector.channel.release(number)
         if not is_last:
@@ -232,8 +254,8 @@ class Runner:
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
         self._metrics.begin()
-        self._update_phase.run()
-        self._metrics.end({**self._learner.report(), **self._environment.metrics()})
+        self._run_update()
+        self._metrics.end()
         self.iteration = tick.iteration
 
     def _read(self, tick: Tick | None) -> dict[str, float]:

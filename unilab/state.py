@@ -41,6 +41,10 @@ class StateRegistry:
         """Every registered name, in registration order."""
         return [*self._tensors, *self._generators]
 
+    def generators(self) -> dict[str, torch.Generator]:
+        """The registered generators by name."""
+        return dict(self._generators)
+
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every entry; generators as their byte state."""
         copies = {name: value.detach().clone() for name, value in self._tensors.items()}

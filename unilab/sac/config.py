@@ -28,6 +28,8 @@ class SacParams:
         target_entropy_ratio: target entropy is -action_dim times this.
         max_grad_norm: global gradient norm above which gradients are scaled down; 0 turns that off.
         amp_dtype: precision under `training.use_amp`; auto means bf16 on CUDA.
+        use_compile: compile objectives and task functions with Inductor on CUDA.
+        use_whole_cycle_cuda_graph: replay the act and the update phase as one CUDA graph each.
     """
 
     alpha_lr: float = 3e-4
@@ -35,6 +37,8 @@ class SacParams:
     target_entropy_ratio: float = 0.0
     max_grad_norm: float = 0.0
     amp_dtype: str = "auto"
+    use_compile: bool = True
+    use_whole_cycle_cuda_graph: bool = True
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from unilab.sac.config import SacConfig
 from unilab.sac.networks import Actor, CriticPair
 from unilab.sac.objectives import Batch, actor_objective, critic_objective, support
 from unilab.state import StateRegistry
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 WEIGHT_DECAY = 1e-3
 METRICS = (
@@ -75,17 +80,36 @@ class SacLearner:
         bind(self.target.parameters(), self._target_flat)
         self._points = support(config.num_atoms, device)
         self._target_entropy = -action_dim * params.target_entropy_ratio
+        compiled = params.use_compile and device.type == "cuda"
+        self._next_action = _compiled(self._sample, compiled)
+        self._critic_objective = _compiled(critic_objective, compiled)
+        self._actor_objective = _compiled(actor_objective, compiled)
         self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
 
-    def update(self, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
+    @torch.no_grad()
+    def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions of the actor as it is now in the next states, for the critic's target.
+
+        Args:
+            next_obs: `(M, O)`; rows of all updates up to the actor's next change may come at once.
+            noise: standard normal, `(M, A)`.
+
+        Returns:
+            Actions `(M, A)` and their log-densities `(M,)`.
+        """
+        with self._autocast():
+            return self._next_action(next_obs, noise)
+
+    def update(self, batch: Batch, next_action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
         """One critic, temperature and target update, and an actor update where `actor_noise` is given.
 
         Args:
             batch: `B` transitions.
-            critic_noise: standard normal for the next actions, `(B, A)`.
+            next_action: the actor's actions in the next states, `(B, A)`.
+            log_pi: their log-densities, `(B,)`.
             actor_noise: standard normal for the actor's actions, `(B, A)`, or None to leave the actor as it is.
         """
-        self._update_critic(batch, critic_noise)
+        self._update_critic(batch, next_action, log_pi)
         if actor_noise is not None:
             self._update_actor(batch, actor_noise)
         # A skipped critic step leaves its target alone too (tau becomes 0).
@@ -99,14 +123,20 @@ class SacLearner:
         """Networks of a checkpoint, by name."""
         return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
 
-    def _update_critic(self, batch: Batch, noise: Tensor) -> None:
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp)
+
+    def _sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor.sample(obs, noise)
+
+    def _update_critic(self, batch: Batch, next_action: Tensor, log_pi: Tensor) -> None:
         alpha = self.log_alpha.detach().exp()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp):
-            loss, log_pi, expected = critic_objective(
-                self.actor, self.critic, self.target, batch, noise, alpha, self._config.gamma, self._points
+        with self._autocast():
+            loss, expected = self._critic_objective(
+                self.critic, self.target, batch, next_action, log_pi, alpha, self._config.gamma, self._points
             )
         self.critic_group.backward(loss)
-        excess = (log_pi.detach() + self._target_entropy).mean()
+        excess = (log_pi + self._target_entropy).mean()
         self.alpha_group.backward(-(self.log_alpha.exp() * excess).sum())
         self.critic_group.step()
         self.alpha_group.step(self.critic_group.finite)  # one verdict on the batch
@@ -124,8 +154,8 @@ class SacLearner:
 
     def _update_actor(self, batch: Batch, noise: Tensor) -> None:
         alpha = self.log_alpha.detach().exp()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp):
-            loss, entropy = actor_objective(self.actor, self._frozen_critic, batch, noise, alpha, self._points)
+        with self._autocast():
+            loss, entropy = self._actor_objective(self.actor, self._frozen_critic, batch, noise, alpha, self._points)
         self.actor_group.backward(loss)
         self.actor_group.step()
         self._note(
@@ -140,3 +170,8 @@ class SacLearner:
     def _note(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
             self._reported[name].copy_(value)
+
+
+def _compiled(function: Callable[_P, _R], enabled: bool) -> Callable[_P, _R]:
+    """The function, compiled by Inductor where asked for."""
+    return torch.compile(function, dynamic=False) if enabled else function

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 0.0
 MEAN_LIMIT = 10.0
 SQUASH_EPSILON = 1e-6
+ALIGNMENT = 8  # matrix sizes that are no multiple of 8 fall off the fast bfloat16 kernels
 
 
 class Actor(nn.Module):
@@ -103,8 +104,11 @@ class _BatchedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(members, 1, out_features).uniform_(-bound, bound))
 
     def forward(self, features: Tensor) -> Tensor:
-        members = self.weight.shape[0]
-        return torch.baddbmm(self.bias, features.expand(members, -1, -1), self.weight)
+        members, in_features, out_features = self.weight.shape
+        pad_in, pad_out = -in_features % ALIGNMENT, -out_features % ALIGNMENT
+        weight = F.pad(self.weight, (0, pad_out, 0, pad_in))
+        product = torch.bmm(F.pad(features, (0, pad_in)).expand(members, -1, -1), weight)
+        return product[..., :out_features] + self.bias
 
 
 class _Block(nn.Module):

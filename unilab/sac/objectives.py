@@ -61,46 +61,46 @@ def project(probabilities: Tensor, shifted: Tensor, points: Tensor) -> Tensor:
     spacing = (V_MAX - V_MIN) / (points.numel() - 1)
     with torch.autocast(points.device.type, enabled=False):  # bfloat16 weights would not sum to one
         hat = (1.0 - (shifted.unsqueeze(-1) - points).abs() / spacing).clamp(0.0, 1.0)  # (B, from, to)
-        return torch.bmm(probabilities.transpose(0, 1), hat).transpose(0, 1)
+        # A sum per member, not one product: compiled, the hat is then never written to memory.
+        return torch.stack([(member.unsqueeze(-1) * hat).sum(-2) for member in probabilities.unbind()])
 
 
 def critic_objective(
-    actor: Actor,
     critic: CriticPair,
     target: CriticPair,
     batch: Batch,
-    noise: Tensor,
+    next_action: Tensor,
+    log_pi: Tensor,
     alpha: Tensor,
     gamma: float,
     points: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each critic against the projected distribution of its own target.
 
     Args:
-        actor: draws the next action; not differentiated.
         critic: the critics that learn.
         target: their targets; not differentiated.
         batch: `B` transitions.
-        noise: standard normal, `(B, A)`.
+        next_action: the actor's action in the next state, `(B, A)`.
+        log_pi: its log-density, `(B,)`.
         alpha: temperature, 0-d.
         gamma: discount.
         points: `(K,)` support.
 
     Returns:
-        The loss, summed over the members; log pi of the next actions `(B,)`; expected targets `(E, B)`.
+        The loss, summed over the members, and the expected targets `(E, B)`.
     """
     with torch.no_grad():
-        next_action, log_pi = actor.sample(batch.next_obs, noise)
         bootstrap = (1.0 - batch.done + batch.timeout).clamp(0.0, 1.0)
         discount = gamma * bootstrap
         reward = batch.reward - discount * alpha * log_pi
         shifted = (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
         probabilities = F.softmax(target(batch.next_critic, next_action).float(), -1)
         mass = project(probabilities, shifted, points)
-        expected = (mass * points).sum(-1)
+        expected = (probabilities * shifted).sum(-1)  # the projection keeps the mean
     log_probabilities = F.log_softmax(critic(batch.critic, batch.action).float(), -1).clamp(min=LOG_PROBABILITY_FLOOR)
     loss = -(mass * log_probabilities).sum(-1).mean(-1).sum()
-    return loss, log_pi, expected
+    return loss, expected
 
 
 def actor_objective(
