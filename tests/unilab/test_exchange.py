@@ -13,7 +13,6 @@ from unilab.channel import Channel
 from unilab.exchange import DeviceExchange, MetricReader, wait_event
 from unilab.physics.spec import PhysicsSpec
 
-CPU = torch.device("cpu")
 N = 3
 SPEC = PhysicsSpec(
     scene="none.xml",
@@ -101,9 +100,9 @@ def test_close_may_be_repeated(link: DeviceExchange) -> None:
 
 
 def test_metrics_come_back_by_name_as_floats() -> None:
-    reader = MetricReader(CPU)
+    reader = MetricReader(torch.tensor([1.5, 7.0, 1.0, math.nan]), ["b", "a", "c", "d"])
     reader.begin()
-    reader.end({"b": torch.tensor(1.5), "a": torch.tensor(7), "c": torch.tensor([True]), "d": torch.tensor(math.nan)})
+    reader.end()
     values, seconds = reader.read()
     assert list(values) == ["b", "a", "c", "d"]
     assert [values["b"], values["a"], values["c"]] == [1.5, 7.0, 1.0]
@@ -113,25 +112,34 @@ def test_metrics_come_back_by_name_as_floats() -> None:
 
 
 def test_metrics_are_those_of_the_end() -> None:
-    """They are read a tick later, when the tensors already hold the next tick's values."""
-    reader, loss = MetricReader(CPU), torch.tensor(1.0)
+    """They are read a tick later, when the buffer may already hold the next tick's values."""
+    buffer = torch.tensor([1.0])
+    reader = MetricReader(buffer, ["loss"])
     reader.begin()
-    reader.end({"loss": loss})
-    loss.fill_(2.0)
+    reader.end()
+    buffer.fill_(2.0)
     assert reader.read()[0] == {"loss": 1.0}
     reader.begin()
-    reader.end({"loss": loss})
+    reader.end()
     assert reader.read()[0] == {"loss": 2.0}
+
+
+def test_every_metric_has_a_name() -> None:
+    reader = MetricReader(torch.zeros(2), ["a"])
+    reader.begin()
+    reader.end()
+    with pytest.raises(ValueError, match="longer"):
+        reader.read()
 
 
 def test_seconds_span_begin_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    reader = MetricReader(CPU)
+    reader = MetricReader(torch.zeros(1), ["a"])
     now[0] = 110.0
     reader.begin()
     now[0] = 110.25
-    reader.end({"a": torch.tensor(0.0)})
+    reader.end()
     now[0] = 120.0
     assert reader.read()[1] == 0.25
 

@@ -88,7 +88,7 @@ def build(seed: int = 3, ring: int = 64, **given: int) -> Rig:
     nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
     replay = ReplayRing(ring * ENVS, WIDTHS, CPU, registry)
     act = ActPhase(env, learner, replay, streams[1], registry)
-    update = UpdatePhase(learner, replay, config, task.action_dim, streams[2], registry)
+    update = UpdatePhase(env, learner, replay, config, task.action_dim, streams[2], registry)
     return Rig(env, learner, replay, act, update, registry)
 
 
@@ -342,13 +342,38 @@ def test_updates_per_cycle(updates: int, frequency: int, actor_updates: int) -> 
 
 
 class RecordingLearner:
-    """Keeps what every update was given."""
+    """Keeps what every update was given.
+
+    The next "action" is the noise itself and its "density" the sum of the next observation, so that both show where
+    they come from; `ages` are actor updates done when they were computed and when they were used.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Batch, Tensor, Tensor | None]] = []
+        self.densities: list[Tensor] = []
+        self.passes: list[int] = []
+        self.ages: list[tuple[int, int]] = []
+        self.actor_updates = 0
 
-    def update(self, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
-        self.calls.append((batch, critic_noise, actor_noise))
+    def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        self.passes.append(self.actor_updates)
+        return noise, next_obs.sum(1)
+
+    def update(self, batch: Batch, next_action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
+        self.calls.append((batch, next_action, actor_noise))
+        self.densities.append(log_pi)
+        self.ages.append((self.passes[-1], self.actor_updates))
+        self.actor_updates += actor_noise is not None
+
+    def report(self) -> dict[str, Tensor]:
+        return {"Loss/a": torch.tensor([float(len(self.calls))])}
+
+
+class FixedMetrics:
+    """What the update phase sees of an environment."""
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {"Train/b": torch.tensor(7), "Train/c": torch.tensor(True)}
 
 
 def recorded(updates: int, frequency: int, fill: int = 40) -> tuple[UpdatePhase, Any, ReplayRing, torch.Generator]:
@@ -359,7 +384,8 @@ def recorded(updates: int, frequency: int, fill: int = 40) -> tuple[UpdatePhase,
     replay.rows.copy_(torch.arange(65.0).unsqueeze(1) + torch.arange(430) / 1000)
     replay.size.fill_(fill)
     generator = torch.Generator().manual_seed(9)
-    phase = UpdatePhase(learner, replay, config, 29, generator, registry)
+    environment: Any = FixedMetrics()
+    phase = UpdatePhase(environment, learner, replay, config, 29, generator, registry)
     return phase, learner, replay, generator
 
 
@@ -406,6 +432,56 @@ def test_updates_take_consecutive_slices_of_the_gathered_rows() -> None:
             assert torch.equal(getattr(batch, name), part), name
         assert torch.equal(critic_noise, noise[update])
     assert torch.equal(learner.calls[0][2], noise[3])
+
+
+@pytest.mark.parametrize(("updates", "frequency", "passes"), [(8, 4, 3), (5, 2, 3), (3, 1, 3), (2, 4, 2), (1, 4, 1)])
+def test_next_actions_are_those_of_the_actor_at_their_update(updates: int, frequency: int, passes: int) -> None:
+    """One forward pass per stretch without a change of the actor, and every update gets its own rows of it."""
+    phase, learner, _, _ = recorded(updates, frequency)
+    phase.run()
+    assert len(learner.passes) == passes
+    assert all(computed == used for computed, used in learner.ages)
+    for (batch, action, _), density in zip(learner.calls, learner.densities, strict=True):
+        assert action.shape == (5, 29)
+        assert torch.equal(density, batch.next_obs.sum(1))
+
+
+def test_shared_forward_passes_equal_one_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, seen = begun(), []
+    update = rig.learner.update
+
+    def compare(batch: Batch, action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
+        noise = rig.registry.tensors["update/noise"][len(seen)]
+        seen.append(rig.learner.next_action(batch.next_obs, noise))
+        # Other row counts take other matrix kernels, which round in another order.
+        torch.testing.assert_close((action, log_pi), seen[-1], rtol=1e-5, atol=1e-5)
+        update(batch, action, log_pi, actor_noise)
+
+    monkeypatch.setattr(rig.learner, "update", compare)
+    rig.tick()
+    assert len(seen) == 8
+
+
+def test_metrics_of_the_whole_cycle_stand_in_one_buffer() -> None:
+    """Whatever their type and shape, and in the order of their names."""
+    phase, _, _, _ = recorded(3, 4)
+    address = phase.metrics.data_ptr()
+    for cycle in (1, 2):
+        phase.run()
+        assert dict(zip(phase.metric_names, phase.metrics.tolist(), strict=True)) == {
+            "Loss/a": 3.0 * cycle,
+            "Train/b": 7.0,
+            "Train/c": 1.0,
+        }
+    assert (phase.metrics.dtype, phase.metrics.data_ptr()) == (torch.float32, address)
+
+
+def test_metrics_are_those_of_learner_and_environment() -> None:
+    rig = begun()
+    rig.tick()
+    expected = {**rig.learner.report(), **rig.env.metrics()}
+    assert rig.update.metric_names == list(expected)
+    assert rig.update.metrics.tolist() == [value.item() for value in expected.values()]
 
 
 def test_the_batch_is_gathered_anew_into_the_same_memory() -> None:

@@ -62,6 +62,11 @@ def draws(seed: int) -> tuple[Batch, Tensor, Tensor]:
     return random_batch(source), noise[0], noise[1]
 
 
+def update(learner: SacLearner, batch: Batch, critic_noise: Tensor, actor_noise: Tensor | None) -> None:
+    """One update whose next actions come from the actor as it is now."""
+    learner.update(batch, *learner.next_action(batch.next_obs, critic_noise), actor_noise)
+
+
 def spoil(batch: Batch, name: str, value: float = math.nan) -> Batch:
     """The batch with one bad number in row 3."""
     damaged = getattr(batch, name).clone()
@@ -205,10 +210,10 @@ def test_three_cycles_equal_a_plain_implementation(params: dict[str, float]) -> 
     plain = PlainSac(learner, config(**params))
     start = [p.detach().clone() for p in learner.actor.parameters()]
     for cycle in range(3):
-        for update in range(8):
-            batch, noise, actor_noise = draws(100 * cycle + update)
-            given = None if update % 4 else actor_noise
-            learner.update(batch, noise, given)
+        for index in range(8):
+            batch, noise, actor_noise = draws(100 * cycle + index)
+            given = None if index % 4 else actor_noise
+            update(learner, batch, noise, given)
             plain.update(batch, noise, given)
         # Values below 4 after roundings in another order; measured 5e-7.
         assert distance(learner.actor.parameters(), plain.actor_parameters()) < 1e-6
@@ -226,7 +231,7 @@ def warm(**params: float) -> tuple[SacLearner, StateRegistry]:
     """A learner after two updates, so that its heads and moments are not zero."""
     learner, registry = build(**params)
     for seed in (1, 2):
-        learner.update(*draws(seed))
+        update(learner, *draws(seed))
     return learner, registry
 
 
@@ -253,16 +258,28 @@ def test_critic_update_leaves_the_actor_alone() -> None:
     before = registry.snapshot()
     gradient = learner.actor_group.gradient.clone()
     batch, noise, _ = draws(3)
-    learner.update(batch, noise, None)
+    update(learner, batch, noise, None)
     assert changed(registry, before) == {"critic", "critic_target", "temperature"}
     assert torch.equal(learner.actor_group.gradient, gradient)
+
+
+def test_next_actions_come_from_the_actor_as_it_is_and_carry_no_gradient() -> None:
+    learner, _ = warm()
+    batch, noise, actor_noise = draws(3)
+    for _ in range(2):
+        action, log_pi = learner.next_action(batch.next_obs, noise)
+        expected = learner.actor.sample(batch.next_obs, noise)
+        assert not action.requires_grad and not log_pi.requires_grad
+        assert torch.equal(action, expected[0].detach())
+        assert torch.equal(log_pi, expected[1].detach())
+        update(learner, batch, noise, actor_noise)
 
 
 def test_target_moves_by_tau_towards_the_new_critic() -> None:
     learner, _ = warm()
     old = [p.clone() for p in learner.target.parameters()]
     batch, noise, _ = draws(3)
-    learner.update(batch, noise, None)
+    update(learner, batch, noise, None)
     expected = [0.875 * o + 0.125 * c for o, c in zip(old, learner.critic.parameters(), strict=True)]
     assert distance(learner.target.parameters(), expected) < 3e-7
     assert distance(old, expected) > 1e-4
@@ -274,8 +291,8 @@ def test_actor_update_leaves_everything_else_alone() -> None:
     (with_actor, one), (without, other) = warm(), warm()
     batch, noise, actor_noise = draws(3)
     start = one.snapshot()["actor/parameters"]
-    with_actor.update(batch, noise, actor_noise)
-    without.update(batch, noise, None)
+    update(with_actor, batch, noise, actor_noise)
+    update(without, batch, noise, None)
     first, second = one.snapshot(), other.snapshot()
     apart = {name for name in first if not torch.equal(first[name], second[name])}
     assert {name.split("/")[0] for name in apart} == {"actor", "learner"}
@@ -289,22 +306,22 @@ def test_the_actor_is_judged_by_the_critic_of_this_update() -> None:
     """Its critics share the memory that the critic step has just written."""
     learner, _ = warm()
     batch, noise, actor_noise = draws(3)
-    learner.update(batch, noise, None)
+    update(learner, batch, noise, None)
     with torch.no_grad():
         action, log_pi = learner.actor.sample(batch.obs, actor_noise)
         probabilities = torch.softmax(learner.critic(batch.critic, action), -1)
         value = (probabilities * torch.linspace(-20, 20, ATOMS)).sum(-1).mean(0)
         expected = (learner.log_alpha.exp() * log_pi - value).mean().item()
     again, _ = warm()
-    again.update(batch, noise, actor_noise)
+    update(again, batch, noise, actor_noise)
     assert again.report()["Loss/actor"].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_updates_are_counted_by_their_optimizers() -> None:
     learner, registry = build()
-    for update in range(8):
-        batch, noise, actor_noise = draws(update)
-        learner.update(batch, noise, None if update % 4 else actor_noise)
+    for index in range(8):
+        batch, noise, actor_noise = draws(index)
+        update(learner, batch, noise, None if index % 4 else actor_noise)
     state = registry.snapshot()
     steps = [state[f"{name}/adamw_step"].item() for name in ("critic", "temperature", "actor")]
     assert steps == [8, 8, 2]
@@ -321,7 +338,7 @@ def test_temperature_follows_the_entropy(ratio: float, direction: int) -> None:
     """
     learner, _ = build(target_entropy_ratio=ratio)
     batch, noise, _ = draws(1)
-    learner.update(batch, noise, None)
+    update(learner, batch, noise, None)
     assert learner.log_alpha.item() - math.log(0.2) == pytest.approx(direction * 0.05, rel=1e-5)
 
 
@@ -333,10 +350,10 @@ def test_a_bad_critic_loss_leaves_critic_temperature_and_target_alone(name: str)
     learner, registry = warm()
     before = registry.snapshot()
     batch, noise, _ = draws(3)
-    learner.update(spoil(batch, name), noise, None)
+    update(learner, spoil(batch, name), noise, None)
     assert changed(registry, before) == set()
     assert learner.report()["Train/skipped_updates"].item() == 1
-    learner.update(batch, noise, None)
+    update(learner, batch, noise, None)
     assert changed(registry, before) == {"critic", "critic_target", "temperature"}
     assert learner.report()["Train/skipped_updates"].item() == 1
     assert all(value.isfinite().all() for value in registry.snapshot().values())
@@ -346,10 +363,10 @@ def test_a_skipped_update_leaves_no_trace() -> None:
     (skipping, one), (untouched, other) = warm(), warm()
     batch, noise, actor_noise = draws(3)
     everything = spoil(spoil(batch, "reward"), "critic")
-    skipping.update(everything, noise, actor_noise)
+    update(skipping, everything, noise, actor_noise)
     assert skipping.report()["Train/skipped_updates"].item() == 2
     for learner in (skipping, untouched):
-        learner.update(*draws(4))
+        update(learner, *draws(4))
     first, second = one.snapshot(), other.snapshot()
     apart = {name for name in first if not torch.equal(first[name], second[name])}
     assert apart == {"learner/Train/skipped_updates"}
@@ -360,10 +377,10 @@ def test_the_actor_has_its_own_gate() -> None:
     learner, registry = warm()
     before = registry.snapshot()
     batch, noise, actor_noise = draws(3)
-    learner.update(spoil(batch, "reward"), noise, actor_noise)
+    update(learner, spoil(batch, "reward"), noise, actor_noise)
     assert changed(registry, before) == {"actor"}
     before = registry.snapshot()
-    learner.update(spoil(batch, "obs"), noise, actor_noise)
+    update(learner, spoil(batch, "obs"), noise, actor_noise)
     assert changed(registry, before) == {"critic", "critic_target", "temperature"}
     assert learner.report()["Train/skipped_updates"].item() == 2
 
@@ -374,7 +391,7 @@ def test_the_actor_has_its_own_gate() -> None:
 def test_reports_what_the_update_did() -> None:
     learner, _ = build()
     batch, noise, actor_noise = draws(1)
-    learner.update(batch, noise, actor_noise)
+    update(learner, batch, noise, actor_noise)
     report = learner.report()
     assert tuple(report) == METRICS == learner.metrics
     assert all(value.shape == () and value.isfinite() for value in report.values())
@@ -391,7 +408,7 @@ def test_reports_what_the_update_did() -> None:
 def test_reports_keep_their_addresses() -> None:
     learner, _ = build()
     addresses = {name: value.data_ptr() for name, value in learner.report().items()}
-    learner.update(*draws(1))
+    update(learner, *draws(1))
     assert {name: value.data_ptr() for name, value in learner.report().items()} == addresses
 
 
@@ -399,7 +416,7 @@ def test_bfloat16_changes_an_update_by_rounding_alone() -> None:
     exact, _ = build()
     rounded, registry = build(amp=True)
     for learner in (exact, rounded):
-        learner.update(*draws(1))
+        update(learner, *draws(1))
     assert all(value.dtype == torch.float32 for name, value in registry.snapshot().items())
     for name in ("Loss/critic", "Loss/actor", "Loss/entropy", "Train/critic_gradient_norm"):
         ours, theirs = rounded.report()[name].item(), exact.report()[name].item()

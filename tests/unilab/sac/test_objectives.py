@@ -157,11 +157,11 @@ def batch(rows: int, **given: Tensor) -> Batch:
 
 def evaluate(
     data: Batch, online: Tensor, target: Tensor, alpha: float = 0.5, log_pi: float = -2.0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     rows = len(data.reward)
-    actor: Any = FixedActor(torch.zeros(rows, 1), torch.full((rows,), log_pi))
+    drawn = (torch.zeros(rows, 1), torch.full((rows,), log_pi))
     critics: Any = (FixedCritic(online), FixedCritic(target))
-    return critic_objective(actor, *critics, data, torch.zeros(rows, 1), torch.tensor(alpha), GAMMA, POINTS)
+    return critic_objective(*critics, data, *drawn, torch.tensor(alpha), GAMMA, POINTS)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def evaluate(
 def test_target_by_hand(done: float, timeout: float, expected: float) -> None:
     """r = 1.5, gamma 0.5, alpha 0.5, log pi -2, and a target certain of 10."""
     data = batch(1, reward=torch.tensor([1.5]), done=torch.tensor([done]), timeout=torch.tensor([timeout]))
-    _, _, target = evaluate(data, torch.zeros(1, 1, 5), certain(10))
+    _, target = evaluate(data, torch.zeros(1, 1, 5), certain(10))
     assert target.item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -184,13 +184,13 @@ def test_target_by_hand(done: float, timeout: float, expected: float) -> None:
 def test_entropy_raises_the_target(log_pi: float, expected: float) -> None:
     """r' = 2.5 - 0.5 * 1 * 1.0 * log pi, the next value being 0: an unlikely action is worth more."""
     data = batch(1, reward=torch.tensor([2.5]))
-    _, _, target = evaluate(data, torch.zeros(1, 1, 5), certain(0), alpha=1.0, log_pi=log_pi)
+    _, target = evaluate(data, torch.zeros(1, 1, 5), certain(0), alpha=1.0, log_pi=log_pi)
     assert target.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_targets_are_clamped_to_the_support() -> None:
     data = batch(2, reward=torch.tensor([50.0, -50.0]))
-    _, _, target = evaluate(data, torch.zeros(1, 2, 5), certain(20, -20))
+    _, target = evaluate(data, torch.zeros(1, 2, 5), certain(20, -20))
     assert target.flatten().tolist() == [20, -20]
 
 
@@ -198,7 +198,7 @@ def test_cross_entropy_by_hand() -> None:
     """Each member against its own target: done, r = 3 gives 0.7 on atom 0 and 0.3 on atom 10; sums over members."""
     data = batch(2, reward=torch.tensor([3.0, -20.0]), done=torch.ones(2))
     logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 1.0, 0.0, 0.0]] * 2])
-    loss, _, _ = evaluate(data, logits, torch.zeros(2, 2, 5))
+    loss, _ = evaluate(data, logits, torch.zeros(2, 2, 5))
     first = (math.log(5) + math.log(math.exp(2) + 4) - 2) / 2
     partition = math.log(math.exp(1) + 4)
     second = ((partition - 0.7) + partition) / 2
@@ -208,7 +208,7 @@ def test_cross_entropy_by_hand() -> None:
 def test_each_critic_learns_from_its_own_target() -> None:
     """Targets certain of 20 and -20, gamma 0.5: own returns 10 and -10. A minimum or a mean would pull both alike."""
     data, online = batch(1), torch.zeros(2, 1, 5, requires_grad=True)
-    loss, _, target = evaluate(data, online, torch.cat((certain(20), certain(-20))), alpha=0.0)
+    loss, target = evaluate(data, online, torch.cat((certain(20), certain(-20))), alpha=0.0)
     assert target.tolist() == [[10.0], [-10.0]]
     loss.backward()
     expected = torch.full((2, 1, 5), 0.2)
@@ -221,7 +221,7 @@ def test_log_probabilities_have_a_floor() -> None:
     """A return on an atom with log-probability -100 costs 30 and pulls no more."""
     data = batch(2, reward=torch.tensor([20.0, 20.0]), done=torch.ones(2))
     online = torch.tensor([[[0.0, -100, -100, -100, -100], [0.0, -100, -100, -100, -20]]], requires_grad=True)
-    loss, _, _ = evaluate(data, online, torch.zeros(1, 2, 5))
+    loss, _ = evaluate(data, online, torch.zeros(1, 2, 5))
     assert loss.item() == pytest.approx((30 + 20) / 2)
     loss.backward()
     assert (online.grad[0, 0] == 0).all()
@@ -230,16 +230,14 @@ def test_log_probabilities_have_a_floor() -> None:
 
 def test_critics_see_what_belongs_to_them() -> None:
     """Target: next critic observation and the actor's next action; online: what was stored."""
-    data, noise = batch(2), torch.ones(2, 1)
+    data = batch(2)
     next_action, log_pi = torch.full((2, 1), 0.25), torch.tensor([-1.0, -3.0])
-    actor: Any = FixedActor(next_action, log_pi)
     online: Any = FixedCritic(torch.zeros(2, 2, 5, requires_grad=True))
     target: Any = FixedCritic(torch.zeros(2, 2, 5, requires_grad=True))
-    loss, returned, expected = critic_objective(actor, online, target, data, noise, torch.tensor(0.1), GAMMA, POINTS)
-    assert actor.seen == [(data.next_obs, noise)]
+    args = (data, next_action, log_pi, torch.tensor(0.1), GAMMA, POINTS)
+    loss, expected = critic_objective(online, target, *args)
     assert target.seen == [(data.next_critic, next_action)]
     assert online.seen == [(data.critic, data.action)]
-    assert returned is log_pi
     assert expected.shape == (2, 2)
     assert loss.shape == ()
     loss.backward()
@@ -250,16 +248,18 @@ def test_critics_see_what_belongs_to_them() -> None:
 def test_critic_objective_differentiates_the_online_critic_alone() -> None:
     torch.manual_seed(0)
     actor, online, target = Actor(2, 1, 8), CriticPair(3, 1, 8, 5), CriticPair(3, 1, 8, 5)
-    args = (batch(4, reward=torch.randn(4)), torch.randn(4, 1), torch.tensor(0.1), GAMMA, POINTS)
-    loss, log_pi, _ = critic_objective(actor, online, target, *args)
+    data = batch(4, reward=torch.randn(4))
+    drawn = actor.sample(data.next_obs, torch.randn(4, 1))
+    assert all(value.requires_grad for value in drawn)
+    loss, expected = critic_objective(online, target, data, *drawn, torch.tensor(0.1), GAMMA, POINTS)
     loss.backward()
-    assert not log_pi.requires_grad
+    assert not expected.requires_grad
     assert _has_gradient(online) == [True] * len(list(online.parameters()))
     assert not any(_has_gradient(actor) + _has_gradient(target))
 
 
 def test_a_nan_reward_is_not_hidden() -> None:
-    loss, _, _ = evaluate(batch(2, reward=torch.tensor([1.0, math.nan])), torch.zeros(2, 2, 5), torch.zeros(2, 2, 5))
+    loss, _ = evaluate(batch(2, reward=torch.tensor([1.0, math.nan])), torch.zeros(2, 2, 5), torch.zeros(2, 2, 5))
     assert loss.isnan()
 
 
@@ -317,7 +317,9 @@ def test_bfloat16_autocast_changes_losses_by_rounding_alone() -> None:
     noise, alpha, points = torch.randn(64, 1), torch.tensor(0.1), support(101, CPU)
 
     def losses() -> tuple[Tensor, ...]:
-        critic_loss, log_pi, expected = critic_objective(actor, online, target, data, noise, alpha, GAMMA, points)
+        next_action, log_pi = actor.sample(data.next_obs, noise)
+        args = (data, next_action, log_pi, alpha, GAMMA, points)
+        critic_loss, expected = critic_objective(online, target, *args)
         actor_loss, entropy = actor_objective(actor, online, data, noise, alpha, points)
         return critic_loss, actor_loss, entropy, log_pi, expected
 
