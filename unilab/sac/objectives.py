@@ -12,6 +12,7 @@ from unilab.sac.networks import Actor, CriticPair
 
 V_MIN, V_MAX = -20.0, 20.0
 LOG_PROBABILITY_FLOOR = -30.0
+_INDEX_SLACK = 1e-3  # of one atom; covers the rounding of computed positions
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,42 @@ def support(atoms: int, device: torch.device | str) -> Tensor:
     return torch.linspace(V_MIN, V_MAX, atoms, device=device)
 
 
-def project(probabilities: Tensor, shifted: Tensor, points: Tensor) -> Tensor:
-    """Project distributions on shifted atoms back onto the support (Bellemare et al. 2017, algorithm 1).
+def project(probabilities: Tensor, reward: Tensor, discount: Tensor, gamma: float, points: Tensor) -> Tensor:
+    """Project the distributions of reward + discount * Z back onto the support (Bellemare et al. 2017, algorithm 1).
 
-    Each shifted atom gives its mass to its two neighbours in proportion to nearness, written as the hat function
-    max(0, 1 - |Tz - z| / spacing), so that no scatter is needed.
+    Each shifted atom gives its mass to its two neighbours in proportion to nearness. Shifted atoms lie gamma spacings
+    apart, so that a support point takes from a few consecutive ones, found by inverting the shift: no scatter.
 
     Args:
-        probabilities: `(E, B, K)` mass on the shifted atoms.
-        shifted: `(B, K)` where those atoms lie, within the support.
+        probabilities: `(E, B, K)` mass on the atoms.
+        reward: `(B,)`.
+        discount: `(B,)`, each either 0 or `gamma`.
+        gamma: the discount of rows that run on; 2 / gamma atoms lie within a spacing of a support point.
         points: `(K,)` the support.
 
     Returns:
         `(E, B, K)` mass on the support.
     """
-    spacing = (V_MAX - V_MIN) / (points.numel() - 1)
-    with torch.autocast(points.device.type, enabled=False):  # bfloat16 weights would not sum to one
-        hat = (1.0 - (shifted.unsqueeze(-1) - points).abs() / spacing).clamp(0.0, 1.0)  # (B, from, to)
-        # A sum per member, not one product: compiled, the hat is then never written to memory.
-        return torch.stack([(member.unsqueeze(-1) * hat).sum(-2) for member in probabilities.unbind()])
+    atoms = points.numel()
+    count = min(atoms, int(2.0 / max(gamma, 1.0 / atoms) + _INDEX_SLACK) + 1)
+    reward, discount = reward.unsqueeze(-1), discount.unsqueeze(-1)
+    low, high = reward + discount * points <= V_MIN, reward + discount * points >= V_MAX
+    mass = (probabilities * low).sum(-1, keepdim=True) * (points == points[0])
+    mass = mass + (probabilities * high).sum(-1, keepdim=True) * (points == points[-1])
+    spacing = (V_MAX - V_MIN) / (atoms - 1)
+    first = ((points - spacing - reward) / discount - V_MIN) / spacing - _INDEX_SLACK
+    first = torch.nan_to_num(first).ceil().clamp(0, atoms - count).long()  # (B, to)
+    for source in (first + index for index in range(count)):  # unrolled: compiled, one pass over the support points
+        shifted = reward + discount * points[source]
+        inside = _hat(shifted, points).masked_fill((shifted <= V_MIN) | (shifted >= V_MAX), 0.0)
+        mass = mass + probabilities.gather(-1, source.expand_as(probabilities)) * inside
+    alone = probabilities.sum(-1, keepdim=True) * _hat(reward.clamp(V_MIN, V_MAX), points)
+    return torch.where(discount == 0, alone, mass)  # without a discount all atoms land on the reward
+
+
+def _hat(shifted: Tensor, points: Tensor) -> Tensor:
+    """Share of a shifted atom's mass that a support point takes: max(0, 1 - distance / spacing)."""
+    return (1.0 - (shifted - points).abs() * ((points.numel() - 1) / (V_MAX - V_MIN))).clamp(min=0.0)
 
 
 def critic_objective(
@@ -96,7 +114,7 @@ def critic_objective(
         reward = batch.reward - discount * alpha * log_pi
         shifted = (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
         probabilities = F.softmax(target(batch.next_critic, next_action).float(), -1)
-        mass = project(probabilities, shifted, points)
+        mass = project(probabilities, reward, discount, gamma, points)
         expected = (probabilities * shifted).sum(-1)  # the projection keeps the mean
     log_probabilities = F.log_softmax(critic(batch.critic, batch.action).float(), -1).clamp(min=LOG_PROBABILITY_FLOOR)
     loss = -(mass * log_probabilities).sum(-1).mean(-1).sum()
