@@ -173,7 +173,8 @@ def exit_code(result: Result, missing: Sequence[CellEvidence], plan: Plan) -> in
 def next_step(result: Result, out_dir: Path) -> str:
     """What the user does next, as a command where there is one."""
     if result.verdict == "incomplete":
-        return f"read 'What gave no number' in the report, and the logs in {out_dir}/{LOGS_DIR}"
+        first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
+        return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
     if result.smoke:
         return f"repro verify {out_dir}; to measure, run this on a host with a GPU: repro run --matrix single"
     return f"repro verify {out_dir}"

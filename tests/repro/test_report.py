@@ -104,6 +104,8 @@ def test_a_session_without_numbers_has_a_page_without_figures_or_empty_tables(tm
     assert "figures/" not in page and not list(out.glob("figures/*"))
     assert "Window sensitivity" not in sections(page)
     assert "exit code 1: RuntimeError: asked to crash" in sections(page)["What gave no number"]
+    assert sections(page)["Result"].strip() == "No case has a number."
+    assert all(text.strip() for text in sections(page).values())
     assert "\n\n\n" not in page
 
 
