@@ -101,7 +101,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, grace: float) -> tup
         how = _end_group(process, grace)
         return "timeout", f"no end after {timeout:g} s; {how}"
     except KeyboardInterrupt:
-        return "interrupted", f"interrupted; {_end_group(process, grace)}"
+        return "interrupted", f"by the user; {_end_group(process, grace)}"
     finally:
         _signal_group(process, signal.SIGKILL)  # whatever the trainer left behind
     return "exited", None
