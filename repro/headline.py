@@ -11,7 +11,7 @@ from repro.result import CellResult, ComparisonResult, GroupResult, Result
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
     "no_regression": "not slower by more than {margin}",
-    "suspicious": "probably slower, not shown",
+    "suspicious": "looks slower, the interval does not decide",
     "regression": "slower by more than {margin}",
     "insufficient_data": "the data do not decide",
 }

@@ -12,7 +12,7 @@ from repro.errors import UsageError
 from repro.evidence import CellEvidence, judge_cell
 from repro.host import Host, gpu_label
 from repro.journal import Journal
-from repro.launch import GRACE_SECONDS, Ended, cell_command, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -139,7 +139,7 @@ def _run_one(
     grace: float,
 ) -> tuple[CellEvidence, Ended]:
     journal.write("cell_started", cell=cell.id)
-    command, environment = cell_command(trainer, cell, out_dir), cell_environment(inherited, cell)
+    command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
     redactor = Redactor(out_dir)

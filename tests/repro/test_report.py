@@ -34,7 +34,7 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Window sensitivity", "Notes", "Cases", "Environment", "Limits"),
+        *("Result", "Metric", "Runs", "Window sensitivity", "Cases", "Environment", "Limits"),
         "Inputs and verification",
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
@@ -123,7 +123,7 @@ def test_a_template_that_asks_for_an_unknown_name_fails(out: Path, monkeypatch: 
     [
         ("improved", "faster, beyond the noise"),
         ("no_regression", "not slower by more than 5.0 %"),
-        ("suspicious", "probably slower, not shown"),
+        ("suspicious", "looks slower, the interval does not decide"),
         ("regression", "slower by more than 5.0 %"),
         ("insufficient_data", "the data do not decide"),
     ],
