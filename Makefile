@@ -26,4 +26,4 @@ type: setup                  ## static types
 	$(BIN)/mypy
 
 bench: setup                 ## micro-benchmarks
-	$(BIN)/python -m pytest tests/bench --benchmark-only
+	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only

@@ -11,11 +11,10 @@ from repro.result import CellResult, ComparisonResult, GroupResult, Result
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
     "no_regression": "not slower by more than {margin}",
-    "suspicious": "probably slower, not shown",
+    "suspicious": "looks slower, the interval does not decide",
     "regression": "slower by more than {margin}",
     "insufficient_data": "the data do not decide",
 }
-PHYSICS_BOUND = 0.5  # share of the tick from which physics is what a run waits for
 
 
 def headline(result: Result, matrix: Matrix) -> str:
@@ -52,15 +51,22 @@ def group_sentence(group: GroupResult) -> str:
 
 
 def stage_sentence(result: Result, case: str) -> str | None:
-    """Which stage a case waits for and why one can say so, or None where it was not recorded."""
+    """Which stage a case waits for and why one can say so, or None where it was not recorded.
+
+    Physics and the learner's update run at the same time, so the longer of the two is what the tick waits for.
+    """
     cells = [cell for cell in result.cells if cell.case == case and cell.status == "measured"]
-    fraction = mean_of(cells, "physics_fraction")
-    if fraction is None:
+    fraction, exposed, learner = (
+        mean_of(cells, field) for field in ("physics_fraction", "exposed_ms", "learner_cycle_ms")
+    )
+    if fraction is None or exposed is None or learner is None or fraction >= 1:
         return None
-    learner = mean_of(cells, "learner_cycle_ms")
-    beside = "" if learner is None else f", the learner's update {text.number(learner)} ms"
-    stage = "physics" if fraction >= PHYSICS_BOUND else "learner"
-    return f"{stage} in `{case}` (physics takes {text.percent(fraction)} of the tick{beside})"
+    physics = exposed * fraction / (1 - fraction)  # exposed is the tick less physics
+    stage, tick = "physics" if physics >= learner else "learner", physics + exposed
+    return (
+        f"{stage} in `{case}` (physics takes {text.number(physics)} ms of a tick of {text.number(tick)} ms, "
+        f"the learner's update beside it {text.number(learner)} ms)"
+    )
 
 
 def mean_of(cells: list[CellResult], field: str) -> float | None:

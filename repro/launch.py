@@ -31,13 +31,6 @@ class Ended:
     reason: str | None
 
 
-def cell_command(trainer: Sequence[str], cell: Cell, out_dir: Path) -> list[str]:
-    """The command that is executed: as planned, with the run directory as an absolute path."""
-    relative, absolute = f"training.log_dir={cell.run}", f"training.log_dir={out_dir.resolve() / cell.run}"
-    assert relative in cell.arguments
-    return [*trainer, *(absolute if word == relative else word for word in cell.arguments)]
-
-
 def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
     """The environment of a cell: the inherited one without `CLEARED`, then what the cell sets.
 
@@ -101,7 +94,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, grace: float) -> tup
         how = _end_group(process, grace)
         return "timeout", f"no end after {timeout:g} s; {how}"
     except KeyboardInterrupt:
-        return "interrupted", f"interrupted; {_end_group(process, grace)}"
+        return "interrupted", f"by the user; {_end_group(process, grace)}"
     finally:
         _signal_group(process, signal.SIGKILL)  # whatever the trainer left behind
     return "exited", None

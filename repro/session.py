@@ -12,7 +12,7 @@ from repro.errors import UsageError
 from repro.evidence import CellEvidence, judge_cell
 from repro.host import Host, gpu_label
 from repro.journal import Journal
-from repro.launch import GRACE_SECONDS, Ended, cell_command, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -139,7 +139,7 @@ def _run_one(
     grace: float,
 ) -> tuple[CellEvidence, Ended]:
     journal.write("cell_started", cell=cell.id)
-    command, environment = cell_command(trainer, cell, out_dir), cell_environment(inherited, cell)
+    command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
     redactor = Redactor(out_dir)
@@ -173,7 +173,8 @@ def exit_code(result: Result, missing: Sequence[CellEvidence], plan: Plan) -> in
 def next_step(result: Result, out_dir: Path) -> str:
     """What the user does next, as a command where there is one."""
     if result.verdict == "incomplete":
-        return f"read 'What gave no number' in the report, and the logs in {out_dir}/{LOGS_DIR}"
+        first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
+        return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
     if result.smoke:
         return f"repro verify {out_dir}; to measure, run this on a host with a GPU: repro run --matrix single"
     return f"repro verify {out_dir}"

@@ -131,7 +131,7 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
         environment.complete()
         returns += torch.where(running, environment.reward, 0.0)
         lengths += running
-        fell |= running & ~environment.truncated & environment.finished
+        fell |= running & (environment.terminated | ~environment.valid)
         running &= ~environment.finished
         environment.restart(environment.finished)
     return Evaluation(returns.tolist(), lengths.tolist(), fell.tolist())

@@ -34,7 +34,7 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Window sensitivity", "Notes", "Cases", "Environment", "Limits"),
+        *("Result", "Metric", "Runs", "Window sensitivity", "Cases", "Environment", "Limits"),
         "Inputs and verification",
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
@@ -104,6 +104,8 @@ def test_a_session_without_numbers_has_a_page_without_figures_or_empty_tables(tm
     assert "figures/" not in page and not list(out.glob("figures/*"))
     assert "Window sensitivity" not in sections(page)
     assert "exit code 1: RuntimeError: asked to crash" in sections(page)["What gave no number"]
+    assert sections(page)["Result"].strip() == "No case has a number."
+    assert all(text.strip() for text in sections(page).values())
     assert "\n\n\n" not in page
 
 
@@ -121,7 +123,7 @@ def test_a_template_that_asks_for_an_unknown_name_fails(out: Path, monkeypatch: 
     [
         ("improved", "faster, beyond the noise"),
         ("no_regression", "not slower by more than 5.0 %"),
-        ("suspicious", "probably slower, not shown"),
+        ("suspicious", "looks slower, the interval does not decide"),
         ("regression", "slower by more than 5.0 %"),
         ("insufficient_data", "the data do not decide"),
     ],

@@ -5,11 +5,12 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
-from session_builder import finished_session, matrix_text, run_session
+from session_builder import finished_session
 
 from repro.evidence import read_evidence
 from repro.result import CellResult, Result, compute_result
@@ -27,7 +28,7 @@ def computed(out: Path) -> Result:
     return compute_result(read_evidence(out))
 
 
-def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -95,7 +96,7 @@ def test_the_result_is_a_function_of_the_folder_alone(out: Path, tmp_path: Path)
     ],
 )
 def test_mixed_code_inside_a_group_takes_its_numbers(
-    out: Path, change: Callable[[dict[str, object]], object], what: str
+    out: Path, change: Callable[[dict[str, Any]], object], what: str
 ) -> None:
     edit_json(out / "runs" / "slow_r2" / "command.json", change)
     result = computed(out)
@@ -133,7 +134,7 @@ def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:
     ],
 )
 def test_a_run_that_is_not_the_planned_one_is_refused(
-    out: Path, name: str, change: Callable[[dict[str, object]], object], reason: str
+    out: Path, name: str, change: Callable[[dict[str, Any]], object], reason: str
 ) -> None:
     edit_json(out / "runs" / "fast_r1" / name, change)
     cell = next(cell for cell in computed(out).cells if cell.id == "fast_r1")
@@ -147,15 +148,18 @@ def test_a_run_without_provenance_is_refused(out: Path) -> None:
     assert (cell.reason or "").startswith("missing_provenance: ")
 
 
-def test_a_paired_interval_uses_only_complete_pairs(tmp_path: Path) -> None:
-    extra = '\n[[comparisons]]\nname = "speedup"\nnumerator = "fast"\ndenominator = "slow"\n'
-    cases = {"slow": {"FAKE_RATE": "10000"}, "fast": {"FAKE_RATE": "15000"}}
-    _, out = run_session(tmp_path, matrix_text(cases, repeats=3, interval="paired", extra=extra))
-    assert computed(out).comparisons[0].n == 3
+def test_a_paired_interval_uses_only_complete_pairs(out: Path) -> None:
+    edit_json(out / "plan.json", lambda plan: plan["matrix"].update(interval="paired"))
+    result = computed(out)
+    rates = {cell.id: cell.steps_per_second or 0.0 for cell in result.cells}
+    logs = [math.log(rates[f"fast_r{repeat}"] / rates[f"slow_r{repeat}"]) for repeat in (1, 2)]
+    paired = stats.ttest_1samp(logs, 0.0).confidence_interval()
+    (found,) = result.comparisons
+    assert found.ratio == pytest.approx(math.exp(sum(logs) / 2))
+    assert (found.ci_low, found.ci_high) == pytest.approx((math.exp(paired.low), math.exp(paired.high)), rel=1e-6)
     shutil.rmtree(out / "runs" / "slow_r2")
     (found,) = computed(out).comparisons
-    assert found.n == 2
-    assert found.ratio == pytest.approx(1.5, rel=0.02)
+    assert (found.n, found.ratio) == (1, pytest.approx(math.exp(logs[0])))
 
 
 def test_a_single_run_has_no_spread_and_decides_nothing(out: Path) -> None:

@@ -13,7 +13,6 @@ import psutil
 import pytest
 from session_builder import (
     SOURCE,
-    TOY,
     TRAINER,
     finished_session,
     make_host,
@@ -23,13 +22,14 @@ from session_builder import (
 )
 
 from repro.errors import UsageError
+from repro.evidence import read_evidence
 from repro.journal import read_journal
-from repro.layout import JOURNAL_FILE, RESULT_FILE
+from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
-from repro.result import Result
+from repro.result import Result, compute_result, missing_cells
 from repro.schema import read_model
-from repro.session import create_out_dir, default_out_dir, published_plan
+from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
 
 FAILING = ("crash", "cut_log", "nan", "clock_step", "no_run_end", "damaged", "duplicate_steps", "exit3")
@@ -130,13 +130,16 @@ def test_a_host_that_is_unfit_for_every_cell_gives_exit_code_3(tmp_path: Path) -
     assert run_session(tmp_path, matrix_text({"a": {"FAKE_MODE": "exit3"}}))[0] == 3
 
 
-def test_a_gated_regression_gives_exit_code_1(tmp_path: Path) -> None:
-    backwards = TOY.replace(
-        'numerator = "fast"\ndenominator = "slow"', 'numerator = "slow"\ndenominator = "fast"\ngate = true'
-    )
-    code, out = run_session(tmp_path, backwards)
-    assert result_of(out).verdict == "regression"
-    assert code == 1
+@pytest.mark.parametrize(("gate", "code"), [(True, 1), (False, 0)])
+def test_only_a_gated_regression_gives_exit_code_1(tmp_path: Path, gate: bool, code: int) -> None:
+    out = finished_session(tmp_path)
+    plan = json.loads((out / PLAN_FILE).read_text())
+    plan["matrix"]["comparisons"] = [{"name": "back", "numerator": "slow", "denominator": "fast", "gate": gate}]
+    (out / PLAN_FILE).write_text(json.dumps(plan))
+    evidence = read_evidence(out)
+    result = compute_result(evidence)
+    assert result.verdict == "regression"
+    assert exit_code(result, missing_cells(evidence), evidence.plan) == code
 
 
 def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> None:
@@ -147,7 +150,8 @@ def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> No
     assert cell.reason == "not_as_planned: world size was planned as 1, the run says 2"
 
 
-def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path, number: signal.Signals) -> None:
     matrix, out = tmp_path / "m.toml", tmp_path / "out"
     matrix.write_text(matrix_text({"hang": {"FAKE_MODE": "hang"}, "later": {}}))
     script = "import sys; from repro.cli import main; sys.exit(main(sys.argv[1:6], trainer=sys.argv[6:]))"
@@ -161,7 +165,7 @@ def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path) -
                 assert process.poll() is None and time.monotonic() < deadline, "the cell did not start"
                 time.sleep(0.02)
             cells = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             output = process.communicate(timeout=60)[0]
         finally:
             process.kill()

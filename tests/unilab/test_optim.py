@@ -229,12 +229,14 @@ def test_parameters_and_gradients_stay_views_of_the_flat_buffers() -> None:
     group, registry = build(5.0)
     flat, gradient = group.flat.data_ptr(), group.gradient.data_ptr()
     addresses = [(p.data_ptr(), p.grad.data_ptr()) for p in group.parameters]
+    scalars = [value.data_ptr() for value in (group.loss, group.norm, group.finite)]
     train(group, range(4))
     group.backward(POISONS["nan loss"](group.parameters))
     group.step()
     registry.restore(registry.snapshot())
     assert (group.flat.data_ptr(), group.gradient.data_ptr()) == (flat, gradient)
     assert [(p.data_ptr(), p.grad.data_ptr()) for p in group.parameters] == addresses
+    assert [value.data_ptr() for value in (group.loss, group.norm, group.finite)] == scalars
     for parameter, (_, grad_address) in zip(group.parameters, addresses, strict=True):
         assert grad_address - gradient == parameter.data_ptr() - flat
         assert parameter.is_leaf

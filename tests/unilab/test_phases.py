@@ -339,6 +339,7 @@ def test_updates_per_cycle(updates: int, frequency: int, actor_updates: int) -> 
     state = rig.registry.snapshot()
     steps = [state[f"{name}/adamw_step"].item() for name in ("critic", "temperature", "actor")]
     assert steps == [3 * updates, 3 * updates, 3 * actor_updates]
+    assert state["update/noise"].shape == (updates + actor_updates, 16, 29)
 
 
 class RecordingLearner:
@@ -562,12 +563,15 @@ def test_the_next_action_comes_from_the_new_observation_and_the_current_weights(
         assert torch.equal(rig.env.ctrl, rig.env.task.joint_default + expected)
 
 
-def test_acting_records_no_gradients() -> None:
-    rig = begun()
+def test_acting_records_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = build()
+    actions = []
+    monkeypatch.setattr(rig.env, "control", actions.append)
+    rig.act.begin()
     rig.answer([1], [2])
     rig.act.run()
+    assert [action.requires_grad for action in actions] == [False, False]
     assert not any(value.requires_grad for value in rig.registry.tensors.values())
-    assert rig.learner.actor_group.gradient.count_nonzero() == 0
 
 
 def test_broken_rows_never_reach_an_update() -> None:
