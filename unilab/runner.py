@@ -36,6 +36,7 @@ from unilab.physics.process import CollectorProcess
 from unilab.provenance import gpu_facts
 from unilab.replay import ReplayRing
 from unilab.run_dir import RunDirectory
+from unilab.sac.config import SacParams
 from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
@@ -196,9 +197,7 @@ class Runner:
         self._learner = SacLearner(algo, *dims, device, self._amp, self.registry)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
         exploration, update = self._generator("exploration"), self._generator("update")
-        on_cuda = device.type == "cuda"
-        self._compiled = algo.algo_params.use_compile and on_cuda
-        self._captured = algo.algo_params.use_whole_cycle_cuda_graph and on_cuda
+        self._compiled, self._captured = _execution(algo.algo_params, device)
         self._act_phase = ActPhase(
             self._environment, self._learner, self._replay, exploration, self.registry, self._compiled
         )
@@ -320,6 +319,12 @@ def build_task(config: RunConfig, device: torch.device) -> G1WalkFlat:
     widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
     check_memory(config, task.spec, sum(max(width, 1) for width in widths.values()), device)
     return task
+
+
+def _execution(params: SacParams, device: torch.device) -> tuple[bool, bool]:
+    """Whether to compile and whether to capture graphs: as asked for on CUDA, neither elsewhere."""
+    on_cuda = device.type == "cuda"
+    return params.use_compile and on_cuda, params.use_whole_cycle_cuda_graph and on_cuda
 
 
 def _stream_seed(seed: int, stream: str, rank: int = 0) -> int:

@@ -81,7 +81,7 @@ class SacLearner:
         self._points = support(config.num_atoms, device)
         self._target_entropy = -action_dim * params.target_entropy_ratio
         compiled = params.use_compile and device.type == "cuda"
-        self._next_action = _compiled(self._sample, compiled)
+        self._next_action = _compiled(self._sample, compiled, dynamic=True)  # one compilation for all numbers of rows
         self._critic_objective = _compiled(critic_objective, compiled)
         self._actor_objective = _compiled(actor_objective, compiled)
         self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
@@ -172,6 +172,6 @@ class SacLearner:
             self._reported[name].copy_(value)
 
 
-def _compiled(function: Callable[_P, _R], enabled: bool) -> Callable[_P, _R]:
+def _compiled(function: Callable[_P, _R], enabled: bool, dynamic: bool = False) -> Callable[_P, _R]:
     """The function, compiled by Inductor where asked for."""
-    return torch.compile(function, dynamic=False) if enabled else function
+    return torch.compile(function, dynamic=dynamic) if enabled else function
