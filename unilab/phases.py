@@ -116,7 +116,10 @@ class UpdatePhase:
         self._updates, self._policy_frequency = config.updates_per_step, config.policy_frequency
         actor_updates = -(-self._updates // self._policy_frequency)
         rows, device = config.updates_per_step * config.batch_size, replay.rows.device
-        noise = torch.zeros(self._updates + actor_updates, config.batch_size, action_dim, device=device)
+        count = self._updates + actor_updates
+        # A view of rows: the compiler guards on what a view is of, and a size there that happens to equal the rows of one
+        # forward pass would make it compile the next one anew.
+        noise = torch.zeros(count * config.batch_size, action_dim, device=device).view(count, -1, action_dim)
         self._indices = registry.tensor("update/indices", torch.zeros(rows, dtype=torch.int64, device=device))
         self._noise = registry.tensor("update/noise", noise)
         self._critic_noise, self._actor_noise = self._noise.split((self._updates, actor_updates))

@@ -1,109 +1,24 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from rank_rig import ENVS, WIDTHS, begun, build, differences, settings
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unilab.environment import Environment
-from unilab.phases import ActPhase, UpdatePhase, transition_widths
+from unilab.phases import UpdatePhase
 from unilab.physics.spec import KEEP, RESET
 from unilab.replay import ReplayRing
-from unilab.sac.config import SacConfig
-from unilab.sac.learner import SacLearner
 from unilab.sac.objectives import Batch
 from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
 
 CPU = torch.device("cpu")
-ENVS = 8
-WIDTHS = transition_widths(98, 101, 29)
-
-
-class OpenRegistry(StateRegistry):
-    """A registry that shows the tensors themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[str, Tensor] = {}
-
-    def tensor(self, name: str, value: Tensor) -> Tensor:
-        self.tensors[name] = value
-        return super().tensor(name, value)
-
-
-@dataclass
-class Rig:
-    """Everything of a rank but the collector, whose answers are made up."""
-
-    env: Environment
-    learner: SacLearner
-    replay: ReplayRing
-    act: ActPhase
-    update: UpdatePhase
-    registry: OpenRegistry
-    ticks: int = 0
-
-    def answer(self, falling: list[int], broken: list[int]) -> None:
-        """Physics rows of robots near rest, some of which fall and some of which are not finite."""
-        source = torch.Generator().manual_seed(1000 + self.ticks)
-        noise = 0.01 * torch.randn(self.env.fields[:, :-1].shape, generator=source)
-        self.env.fields.copy_(self.env.task.idle_row.expand(ENVS, -1))
-        self.env.fields[:, :-1].add_(noise)
-        self.env.fields[falling, 2] = 0.1
-        self.env.fields[broken, 20] = math.nan
-        self.ticks += 1
-
-    def tick(self) -> None:
-        """One whole tick; another robot falls in each, and in every third the rows of another one are broken."""
-        self.answer([self.ticks % ENVS], [(self.ticks + 3) % ENVS] if self.ticks % 3 == 0 else [])
-        self.act.run()
-        self.update.run()
-
-
-def settings(**given: int) -> SacConfig:
-    small = {"actor_hidden_dim": 16, "critic_hidden_dim": 16, "num_atoms": 11, "batch_size": 16}
-    return SacConfig(**{**small, "num_envs": ENVS, "updates_per_step": 8, "policy_frequency": 4, **given})
-
-
-def build(seed: int = 3, ring: int = 64, **given: int) -> Rig:
-    """A rig whose actor depends on what it sees; a fresh one would not."""
-    config, registry = settings(**given), OpenRegistry()
-    torch.manual_seed(seed)
-    streams = []
-    for index, name in enumerate(("environment", "exploration", "update")):
-        generator = torch.Generator().manual_seed(10 * seed + index)
-        streams.append(registry.generator(f"random/{name}", generator))
-    task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), ENVS, CPU, "reference")
-    env = Environment(task, ENVS, CPU, streams[0], registry)
-    learner = SacLearner(config, task.obs_dim, task.critic_dim, task.action_dim, CPU, False, registry)
-    nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
-    replay = ReplayRing(ring * ENVS, WIDTHS, CPU, registry)
-    act = ActPhase(env, learner, replay, streams[1], registry)
-    update = UpdatePhase(env, learner, replay, config, task.action_dim, streams[2], registry)
-    return Rig(env, learner, replay, act, update, registry)
-
-
-def begun(seed: int = 3, ring: int = 64, **given: int) -> Rig:
-    """A rig after tick 0's command, no time limit near."""
-    rig = build(seed, ring, **given)
-    rig.act.begin()
-    rig.env.episodes.steps.zero_()
-    return rig
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of entries that are not bit-equal, NaN counting as itself."""
-    assert set(one) == set(other)
-    return [name for name in one if not torch.equal(torch.nan_to_num(one[name]), torch.nan_to_num(other[name]))]
 
 
 # --- what a captured graph must not hold -----------------------------------------------------------------------------
