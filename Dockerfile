@@ -24,8 +24,7 @@ RUN --mount=type=bind,source=docker/install_lock.sh,target=/install_lock.sh \
     --mount=type=bind,source=wheelhouse,target=/wheelhouse \
     sh /install_lock.sh python test --target /opt/test-tools
 
-FROM base AS suite
-COPY --from=packages /opt/venv /opt/venv
+FROM packages AS suite
 WORKDIR /opt/unilab-repro
 COPY LICENSE NOTICE README.md pyproject.toml source_stamp.jso[n] ./
 COPY locks locks

@@ -3,7 +3,7 @@
 set -eu
 
 if [ "$(id -u)" = 0 ]; then
-  owner=$(stat -c '%u %g' reports)
+  owner=$(stat -c '%u %g' /opt/unilab-repro/reports)
   # shellcheck disable=SC2086  # two words: user and group
   set -- $owner "$@"
   user=$1 group=$2
