@@ -1,8 +1,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+LOCK ?= cpu
+PYTHON_VERSION ?= 3.12
+SERVICE ?= $(if $(filter cuda,$(LOCK)),repro,smoke)
 
-.PHONY: setup repro test lint type bench
+.PHONY: setup repro test test-docker lint type bench wheelhouse image
 
 setup: .venv/.installed      ## virtual environment with everything the suite needs
 
@@ -15,8 +18,11 @@ setup: .venv/.installed      ## virtual environment with everything the suite ne
 repro: setup                 ## run the widest matrix this host can hold and print the report's path
 	$(BIN)/repro run --matrix auto
 
-test: setup                  ## the whole test suite
-	$(BIN)/python -m pytest
+test: setup                  ## the test suite, less what needs a container engine
+	$(BIN)/python -m pytest -m 'not docker'
+
+test-docker: setup           ## images and services, for real; skipped where no engine answers
+	$(BIN)/python -m pytest -m docker tests/docker
 
 lint: setup                  ## style of every Python file
 	$(BIN)/ruff check .
@@ -27,3 +33,9 @@ type: setup                  ## static types
 
 bench: setup                 ## micro-benchmarks
 	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only
+
+wheelhouse:                  ## files of LOCK=cpu|cuda for PYTHON_VERSION, to build an image without an index
+	PYTHON=$(PYTHON) scripts/wheelhouse $(LOCK) $(PYTHON_VERSION)
+
+image:                       ## the image of LOCK=cpu|cuda, labelled with the commit
+	env $$(scripts/stamp.py) docker compose build $(SERVICE)

@@ -51,7 +51,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, help="report folder; -2, -3 … is appended if it has content")
     parser.add_argument("--prefix", metavar="P", help="start of every run's name")
     parser.add_argument(
-        "--override", metavar="K=V", nargs="+", action="extend", default=[], help="trainer settings of every run"
+        "--override", metavar="K=V", action="append", default=[], help="a trainer setting of every run; repeatable"
     )
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 from repro.arguments import build_parser
 from repro.doctor import choose_matrix, diagnose, doctor_lines
@@ -80,7 +83,11 @@ def _plan(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
     host, topology = find_host()
     matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, ())
     plan = make_plan(matrix, host, topology, find_source(), inherited=list(os.environ), trainer=trainer)
-    sys.stdout.write(canonical_json(plan) if arguments.json else _lines(plan_lines(plan)))
+    if arguments.json:
+        sys.stdout.write(canonical_json(plan))
+        return EXIT_OK if plan.runnable else EXIT_HOST_UNFIT
+    _require_runnable(plan)
+    sys.stdout.write(_lines(plan_lines(plan)))
     return EXIT_OK
 
 
@@ -89,13 +96,20 @@ def _run(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
     if arguments.require_gpu and host.gpu_unusable is not None:
         raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
     plan = _plan_run(arguments, host, topology, trainer)
+    _require_runnable(plan)
     if arguments.dry_run:
         sys.stdout.write(_lines(plan_lines(plan)))
         return EXIT_OK
+    from repro.live import LastingStream
+
+    with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
+        return _run_plan(arguments, plan, host, trainer)
+
+
+def _require_runnable(plan: Plan) -> None:
     if not plan.runnable:
         reasons = dict.fromkeys(f"{cell.case}: {cell.skip_reason}" for cell in plan.cells)
-        raise HostUnfitError(f"matrix {plan.matrix.name} cannot run here: {'; '.join(reasons)}")
-    return _run_plan(arguments, plan, host, trainer)
+        raise HostUnfitError(f"nothing of matrix {plan.matrix.name} can run here: {'; '.join(reasons)}")
 
 
 def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
@@ -135,7 +149,6 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
     from repro.report import write_report
-    from repro.result import missing_cells
     from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
 
     out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
@@ -148,9 +161,10 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
         plan, journal, out_dir, view, trainer=trainer, inherited=os.environ, fail_fast=arguments.fail_fast
     )
     report = write_report(out_dir)
-    closing = closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", next_step(report.result, out_dir))
-    sys.stdout.write(_lines(closing))
-    code = exit_code(report.result, missing_cells(report.evidence), plan)
+    following = next_step(report.result, out_dir, program_name(sys.argv[0]))
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", following)))
+    sys.stdout.flush()
+    code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code
 
 
@@ -202,6 +216,13 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
     return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def program_name(started_as: str) -> str:
+    """The suite's command as the user can type it again: a path where it was given and `repro` alone finds another."""
+    found, started = shutil.which("repro"), Path(started_as)
+    on_path = found is not None and Path(found).absolute() == started.absolute()
+    return started_as if started.name == "repro" and not on_path else "repro"
 
 
 def _lines(lines: Sequence[str]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-
 from repro import text
-from repro.plan import Cell, Plan
+from repro.plan import Cell, Plan, shell_command
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Describe a plan: table of cells, changes of the environment, one command for each cell."""
+    """Describe a plan: table of cells, changes of the environment, one command for each case that can run."""
     matrix = plan.matrix
     smoke = ", SMOKE (CPU, never a benchmark)" if matrix.smoke else ""
     cleared = ", ".join(plan.cleared_environment) or "nothing"
@@ -21,8 +19,7 @@ def plan_lines(plan: Plan) -> list[str]:
         _table(plan),
         "",
         f"taken out of the environment: {cleared}",
-        "commands, in the report's folder:",
-        *(f"  {_command(plan, cell)}" for cell in plan.runnable),
+        *_commands(plan),
         *(f"skipped {cell.id}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None),
     ]
 
@@ -43,6 +40,14 @@ def _table(plan: Plan) -> str:
     return text.plain_table(("#", "cell", "kind", "workers", "CPUs", "GPU", "content"), rows, "rllrlll")
 
 
-def _command(plan: Plan, cell: Cell) -> str:
-    variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(cell.environment.items())]
-    return " ".join([*variables, shlex.join([*plan.trainer, *cell.arguments])])
+def _commands(plan: Plan) -> list[str]:
+    first: dict[str, Cell] = {}
+    for cell in plan.runnable:
+        if not cell.warmup:
+            first.setdefault(cell.case, cell)
+    if not first:
+        return []
+    return [
+        "command of each case's first run, in the report's folder; other runs differ in training.log_dir alone:",
+        *(f"  {shell_command(plan, cell, cell.environment)}" for cell in first.values()),
+    ]

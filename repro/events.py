@@ -141,6 +141,12 @@ def find_event_file(run_dir: Path) -> Path:
         )
     attempts = sorted(path for path in run_dir.glob("attempt-*") if path.is_dir())
     if len(found) + len(attempts) > 1:
+        if not attempts and all(path.parent != run_dir for path in found):
+            raise Refusal(
+                Reason.SEVERAL_RUNS,
+                f"{run_dir.resolve().name} holds {len(found)} event files in folders of their own; "
+                f"name one run, for example {found[0].parent}",
+            )
         listed = ", ".join(path.relative_to(run_dir).as_posix() for path in found + attempts)
         raise Refusal(
             Reason.SEVERAL_RUNS,

@@ -18,7 +18,7 @@ from repro.plan import Cell, Plan
 from repro.run_files import read_json
 from repro.schema import read_model
 from repro.throughput import Throughput, measure
-from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, MANIFEST_FILE
+from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
 # Reasons of the suite's own, beside those of `events.Reason`.
 NOT_AS_PLANNED = "not_as_planned"
@@ -87,13 +87,19 @@ def read_evidence(out_dir: Path) -> Evidence:
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
-    cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id)) for cell in plan.cells)
+    stop = usage_stop(journal)
+    cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     return Evidence(plan, host, journal, refuse_mixed_groups(cells), hash_inputs(out_dir))
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
     """Decide about one cell right after its end; the groups are not looked at."""
-    return _judge(out_dir, plan, cell, True, entry)
+    return _judge(out_dir, plan, cell, True, entry, None)
+
+
+def usage_stop(journal: tuple[Entry, ...]) -> str | None:
+    """Id of the cell whose settings the trainer refused, which ended the session; None where there is none."""
+    return next((entry.cell for entry in journal if entry.exit_code == EXIT_USAGE), None)
 
 
 def hash_inputs(out_dir: Path) -> dict[str, str]:
@@ -114,7 +120,7 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     return ended
 
 
-def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None) -> CellEvidence:
+def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str | None) -> CellEvidence:
     has_run = (out_dir / cell.run).is_dir()
 
     def verdict(status: str, reason: str | None) -> CellEvidence:
@@ -123,7 +129,8 @@ def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | 
     if cell.skip_reason is not None:
         return verdict("skipped", cell.skip_reason)
     if not started:
-        return verdict("not_run", "the session ended before its turn")
+        refused = f"the session stopped because the trainer refused the settings of {stop}"
+        return verdict("not_run", refused if stop is not None else "the session ended before its turn")
     if entry is None:
         return verdict("interrupted", "the journal has no end of this cell")
     if entry.outcome != "exited":

@@ -71,7 +71,7 @@ def _title(result: Result) -> str:
 
 
 def _rates(result: Result) -> bytes:
-    """One point for each measured run, beside each group's mean and 95 % interval."""
+    """One point for each measured run, beside each group's geometric mean and 95 % interval."""
     groups = [group for group in result.groups if group.n]
     figure = Figure(figsize=(6.4, 0.9 + 0.62 * len(groups)), layout="constrained")
     axes = figure.add_subplot()
@@ -86,7 +86,7 @@ def _rates(result: Result) -> bytes:
     axes.set_ylim(len(groups) - 0.4, -0.5)
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("env steps/s of each run (points); mean and 95 % interval (bar)")
+    axes.set_xlabel("env steps/s of each run (points); geometric mean and 95 % interval (bar)")
     _thousands(axes, "x")
     axes.set_title(_title(result), loc="left", fontsize=9)
     return _svg(figure)

@@ -11,10 +11,10 @@ from repro.result import CellResult, ComparisonResult, GroupResult, Result
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
     "no_regression": "not slower by more than {margin}",
-    "suspicious": "looks slower, the interval does not decide",
     "regression": "slower by more than {margin}",
-    "insufficient_data": "the data do not decide",
 }
+UNDECIDED_WORDS = {"suspicious": "Looks slower, undecided", "insufficient_data": "Undecided"}
+ONE_RUN = "one run, no interval"
 
 
 def headline(result: Result, matrix: Matrix) -> str:
@@ -31,23 +31,27 @@ def headline(result: Result, matrix: Matrix) -> str:
 
 
 def comparison_sentence(found: ComparisonResult, item: Comparison, margin: float) -> str:
-    """One comparison, with its interval, n and verdict."""
-    words = VERDICT_WORDS[found.verdict].format(margin=text.percent(margin))
+    """One comparison, with its interval, n and verdict; one that is not decided does not begin with its ratio."""
     spread = (
-        f"95 % interval {text.interval(found.ci_low, found.ci_high, '.3f')}, "
-        if found.ci_low is not None
-        else "no interval, "
+        ONE_RUN
+        if found.ci_low is None
+        else f"95 % interval {text.interval(found.ci_low, found.ci_high, '.3f')}, n = {found.n}"
     )
-    return (
-        f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` "
-        f"({spread}n = {found.n}): {words}."
-    )
+    if found.verdict in UNDECIDED_WORDS:
+        return (
+            f"{UNDECIDED_WORDS[found.verdict]}: `{item.numerator}` against `{item.denominator}` "
+            f"(ratio {text.ratio(found.ratio)}, {spread})."
+        )
+    words = VERDICT_WORDS[found.verdict].format(margin=text.percent(margin))
+    return f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` ({spread}): {words}."
 
 
 def group_sentence(group: GroupResult) -> str:
     """The rate of one case, with its interval and n; no interval for a single run."""
-    spread = f"95 % interval {text.interval(group.ci_low, group.ci_high)}, " if group.ci_low is not None else ""
-    return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread}n = {group.n})."
+    if group.ci_low is None:
+        return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({ONE_RUN})."
+    spread = f"geometric mean, 95 % interval {text.interval(group.ci_low, group.ci_high)}, n = {group.n}"
+    return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread})."
 
 
 def stage_sentence(result: Result, case: str) -> str | None:

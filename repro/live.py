@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -25,6 +27,44 @@ class _Row:
     state: str = "waiting"
     seconds: float | None = None
     rate: float | None = None
+
+
+class LastingStream:
+    """A text stream that a session can go on writing to after its reader is gone, as under ``| head -1``.
+
+    The first error ends the output: the file descriptor then leads nowhere, so that nothing fails at exit either.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._ended = stream, False
+
+    def write(self, words: str) -> int:
+        """Write, or do nothing once the reader is gone."""
+        if not self._ended:
+            try:
+                self._stream.write(words)
+            except OSError:
+                self._end()
+        return len(words)
+
+    def flush(self) -> None:
+        """Flush, or do nothing once the reader is gone."""
+        if not self._ended:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _end(self) -> None:
+        self._ended = True
+        with contextlib.suppress(OSError, AttributeError):  # a stream in memory has no descriptor
+            descriptor = self._stream.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 class SessionView:

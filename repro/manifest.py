@@ -73,7 +73,9 @@ def check_manifest(out_dir: Path) -> tuple[dict[str, str], list[str]]:
             if not any(problem.startswith(f"{name}: ") for problem in found):
                 problems.append(f"{name}: in {MANIFEST_FILE}, not in the folder")
         elif (actual := file_sha256(out_dir / name)) != digest:
-            problems.append(f"{name}: changed, its SHA-256 is {actual[:12]}…, {MANIFEST_FILE} says {digest[:12]}…")
+            problems.append(
+                f"{name}: the file or its line in {MANIFEST_FILE} changed: SHA-256 {actual}, listed {digest}"
+            )
     return listed, problems
 
 

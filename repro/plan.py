@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -20,7 +21,8 @@ from repro.schema import Strict, canonical_json
 
 TRAINER = (sys.executable, "-m", "unilab.train")
 # Variables that change what is measured behind a case's back; a case that wants one sets it.
-CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", "CUDA_VISIBLE_DEVICES")
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", VISIBLE_DEVICES)
 PREFIX = re.compile(r"^[a-z0-9][a-z0-9_]*$")
 
 
@@ -153,6 +155,12 @@ def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
     return [(name, repeat) for repeat, block in enumerate(blocks, start=1) for name in block]
 
 
+def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
+    """A cell's command as a shell takes it, with variables before it."""
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    return " ".join([*assigned, shlex.join([*plan.trainer, *cell.arguments])])
+
+
 def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple[Case, int, int]]:
     """Cells as (case, repeat, number of the warm-up or 0): warm-ups of runnable cases in turn, then the blocks."""
     cases = {case.name: case for case in matrix.cases}
@@ -174,7 +182,7 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
     identity = f"{prefix}_{name}" if prefix else name
     placed = placement if isinstance(placement, Placement) else None
     gpus = placed.gpus if placed else ()
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    visible = {VISIBLE_DEVICES: ",".join(gpus)} if gpus else {}
     return Cell(
         id=identity,
         case=case.name,

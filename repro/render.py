@@ -14,9 +14,16 @@ from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import headline, stage_sentence
 from repro.host import Host
 from repro.layout import MANIFEST_FILE, RESULT_FILE
+from repro.matrix import Matrix
+from repro.plan import VISIBLE_DEVICES, shell_command
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.text import count_of, markdown_table
+
+WEAK_SCALING = (
+    "Cases compare whole configurations. Where ranks are added, environments, batch, collectors and CPU quota grow "
+    "with them: that is end-to-end weak scaling, neither the gain of one change nor the scaling of the GPU alone."
+)
 
 
 def render_report(evidence: Evidence, result: Result) -> str:
@@ -83,7 +90,7 @@ def _groups(result: Result) -> str:
         ]
         for group in result.groups
     ]
-    return markdown_table(("case", "n", "mean, env steps/s", "sd", "95 % interval"), rows, "lrrrr")
+    return markdown_table(("case", "n", "geometric mean, env steps/s", "sd", "95 % interval"), rows, "lrrrr")
 
 
 def _comparisons(evidence: Evidence, result: Result) -> str:
@@ -102,9 +109,11 @@ def _comparisons(evidence: Evidence, result: Result) -> str:
 
 def _comparison_note(evidence: Evidence) -> str:
     matrix = evidence.plan.matrix
-    kind = "Welch's t" if matrix.interval == "welch" else "the paired t, by repeat,"
+    paired = matrix.interval == "paired"
+    kind = "the paired t, by repeat," if paired else "Welch's t"
+    pairs = " of the runs whose repeat has a number in both cases" if paired else ""
     return (
-        f"The ratio is that of the geometric means; its interval is {kind} on log steps/s. "
+        f"The ratio is that of the geometric means{pairs}; its interval is {kind} on log steps/s. "
         f"A loss within {text.percent(matrix.margin)} is tolerated."
     )
 
@@ -177,8 +186,12 @@ def _commands(evidence: Evidence) -> list[str]:
     lines = []
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name and not cell.warmup)
-        variables = [f"{name}={value}" for name, value in sorted(cell.environment.items())]
-        lines.append(" ".join([*variables, *evidence.plan.trainer, *cell.arguments]))
+        uuids, positions = ",".join(cell.gpus), ",".join(map(str, case.gpus))  # positions hold on other hosts too
+        variables = {
+            name: positions if name == VISIBLE_DEVICES and value == uuids else value
+            for name, value in cell.environment.items()
+        }
+        lines.append(shell_command(evidence.plan, cell, variables))
     return lines
 
 
@@ -222,11 +235,9 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         )
     limits += [
         f"Convergence was not verified: a run has {count_of(matrix.iterations, 'iteration')}; learning is not judged.",
-        "Cases compare whole configurations. Where ranks are added, environments, batch, collectors and CPU quota grow "
-        "with them: that is end-to-end weak scaling, neither the gain of one change nor the scaling of the GPU alone.",
+        *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
-        f"{count_of(matrix.repeats, 'run')} of each case: the 95 % intervals are Student t intervals of log rates and "
-        "assume independent runs.",
+        *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
         "The physics ceiling of the host was not measured and no correctness probe ran.",
     ]
     if evidence.plan.source.dirty:
@@ -234,3 +245,16 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
     if evidence.plan.source.commit is None:
         limits.append("The commit is unknown; the source hash is all that identifies the code.")
     return limits
+
+
+def _scales(matrix: Matrix) -> bool:
+    """Whether a case has several GPUs, or cases differ in how many they have."""
+    counts = {len(case.gpus) for case in matrix.cases}
+    return len(counts) > 1 or max(counts) > 1
+
+
+def _interval_limit(matrix: Matrix) -> str:
+    return (
+        f"{count_of(matrix.repeats, 'run')} of each case: the 95 % intervals are Student t intervals of log rates and "
+        "assume independent runs."
+    )

@@ -52,7 +52,7 @@ class CellResult(Strict):
 
 
 class GroupResult(Strict):
-    """The measured runs of one case: env steps/s, sample standard deviation, 95 % interval."""
+    """The measured runs of one case: geometric mean of env steps/s, sample standard deviation, 95 % interval."""
 
     case: str
     n: int

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from repro.errors import UsageError
-from repro.evidence import CellEvidence, judge_cell
+from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
 from repro.journal import Journal
 from repro.launch import GRACE_SECONDS, Ended, cell_environment, run_cell
@@ -17,9 +18,9 @@ from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
 from repro.redact import Redactor
-from repro.result import Result
+from repro.result import Result, missing_cells
 from repro.schema import canonical_json
-from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INCOMPLETE, EXIT_OK
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INCOMPLETE, EXIT_OK, EXIT_USAGE
 
 REPORTS = Path("reports")
 
@@ -96,7 +97,7 @@ def run_cells(
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
 ) -> bool:
-    """Run every cell that the host can hold.
+    """Run every cell that the host can hold; settings that the trainer refuses (exit code 2) end the session.
 
     Args:
         plan: The plan.
@@ -120,7 +121,7 @@ def run_cells(
                 if ended.outcome == "interrupted":
                     journal.write("session_interrupted")
                     return True
-                if fail_fast and evidence.throughput is None:
+                if ended.exit_code == EXIT_USAGE or (fail_fast and evidence.throughput is None):
                     break
         except KeyboardInterrupt:
             journal.write("session_interrupted")
@@ -158,26 +159,30 @@ def _run_one(
     return judge_cell(out_dir, plan, cell, entry), ended
 
 
-def exit_code(result: Result, missing: Sequence[CellEvidence], plan: Plan) -> int:
-    """What the session's outcome means for the caller: host unfit, incomplete, a gated regression, or success."""
+def exit_code(result: Result, evidence: Evidence) -> int:
+    """What the outcome means for the caller: refused settings, host unfit, incomplete, a gated regression, success."""
+    if usage_stop(evidence.journal) is not None:
+        return EXIT_USAGE
+    missing = missing_cells(evidence)
     if missing and {item.status for item in missing} <= {"host_unfit", "skipped"} and not _any_number(result):
         return EXIT_HOST_UNFIT
     if result.verdict == "incomplete":
         return EXIT_INCOMPLETE
-    gated = {item.name for item in plan.matrix.comparisons if item.gate}
+    gated = {item.name for item in evidence.plan.matrix.comparisons if item.gate}
     if any(found.name in gated and found.verdict == "regression" for found in result.comparisons):
         return EXIT_FAILED
     return EXIT_OK
 
 
-def next_step(result: Result, out_dir: Path) -> str:
-    """What the user does next, as a command where there is one."""
+def next_step(result: Result, out_dir: Path, program: str) -> str:
+    """What the user does next, as a command where there is one; `program` is how this one is started."""
     if result.verdict == "incomplete":
         first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
         return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
+    verify = shlex.join([program, "verify", str(out_dir)])
     if result.smoke:
-        return f"repro verify {out_dir}; to measure, run this on a host with a GPU: repro run --matrix single"
-    return f"repro verify {out_dir}"
+        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix single"
+    return verify
 
 
 def _any_number(result: Result) -> bool:

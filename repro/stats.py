@@ -25,13 +25,13 @@ class GroupStats:
 
     Attributes:
         n: runs.
-        mean: arithmetic mean.
+        mean: geometric mean.
         sd: sample standard deviation (n - 1), or None for one run.
         ci_low: lower end of the 95 % interval, or None for one run.
         ci_high: upper end, or None for one run.
 
-    The interval is that of the geometric mean, which lies below the arithmetic one by about sd² / (2 mean): 0.1 % of
-    the mean where the runs scatter by 4 %, and far inside the interval.
+    The mean is the centre of its interval on the log scale, and the ratio of two means is that of `welch_ratio`.
+    It lies below the arithmetic mean by about sd² / (2 mean): 0.1 % where the runs scatter by 4 %.
     """
 
     n: int
@@ -52,7 +52,7 @@ class Ratio:
         n: runs on the smaller side, or pairs.
 
     The geometric ratio is the centre of the interval on the log scale, so the estimate and its interval are of the
-    same quantity; a ratio of arithmetic means differs from it in the third digit after the point or later.
+    same quantity; a ratio of arithmetic means differs from it by about half the difference of the squared spreads.
     """
 
     ratio: float
@@ -68,12 +68,11 @@ def summarize(values: Sequence[float]) -> GroupStats:
         ValueError: if there is no value, or one is not finite and positive.
     """
     logs = _logs("values", values, at_least=1)
-    n, mean = len(values), float(np.mean(values))
+    n, centre = len(values), float(np.mean(logs))
     if n == 1:
-        return GroupStats(1, mean, None, None, None)
-    centre, error = float(np.mean(logs)), _standard_error(logs)
-    low, high = _interval(centre, error, n - 1)
-    return GroupStats(n, mean, float(np.std(values, ddof=1)), low, high)
+        return GroupStats(1, float(values[0]), None, None, None)
+    low, high = _interval(centre, _standard_error(logs), n - 1)
+    return GroupStats(n, math.exp(centre), float(np.std(values, ddof=1)), low, high)
 
 
 def welch_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:

@@ -10,7 +10,7 @@ from repro.figures import installed_version
 from repro.layout import LOGS_DIR, MANIFEST_FILE, REPORT_FILE, RESULT_FILE, RUNS_DIR
 from repro.manifest import check_manifest
 from repro.report import Report, compare_report, derive_report
-from repro.result import Result
+from repro.result import Result, missing_cells
 from repro.schema import read_model
 from repro.text import count_of
 
@@ -22,12 +22,14 @@ class Verification:
         folder: The report folder.
         files: Files listed with their hashes.
         runs: Runs whose numbers were computed again.
+        cells: Planned cells.
+        missing: Those that gave no number.
         problems: Every deviation, each line naming the file.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self._say = folder, say
-        self.files, self.runs = 0, 0
+        self.files, self.runs, self.cells, self.missing = 0, 0, 0, 0
         self.problems: list[str] = []
 
     def run(self) -> bool:
@@ -41,7 +43,7 @@ class Verification:
     def _check_hashes(self) -> bool:
         listed, problems = check_manifest(self.folder)
         self.files = len(listed)
-        return self._conclude("hashes", problems, f"{count_of(len(listed), 'file')}, none missing, none extra")
+        return self._conclude("hashes", problems, f"ok, {count_of(len(listed), 'file')}, none missing, none extra")
 
     def _check_schemas(self) -> Report | None:
         problems: list[str] = []
@@ -51,26 +53,29 @@ class Verification:
             report = derive_report(self.folder)
         except UsageError as error:
             problems.append(str(error))
-        passed = self._conclude("schemas", problems, "plan, host, journal and result fit")
+        passed = self._conclude("schemas", problems, "ok, plan, host, journal and result fit")
         return report if passed else None
 
     def _check_derived(self, report: Report) -> bool:
         problems, remarks = compare_report(self.folder, report)
         self.runs = sum(item.throughput is not None for item in report.evidence.cells)
+        self.cells, self.missing = len(report.evidence.cells), len(missing_cells(report.evidence))
         cells = count_of(self.runs, "run")
+        drawn = any(name.endswith(".svg") for name in report.files)
+        redrawn = f"ok, drawn again with matplotlib {installed_version()}, equal" if drawn else "none"
         parts: dict[str, tuple[list[str], str]] = {
-            "numbers": (_of(problems, RESULT_FILE), f"{RESULT_FILE} recomputed from the events of {cells}, equal"),
-            "page": (_of(problems, REPORT_FILE), f"{REPORT_FILE} rendered again, equal"),
+            "numbers": (_of(problems, RESULT_FILE), f"ok, {RESULT_FILE} recomputed from the events of {cells}, equal"),
+            "page": (_of(problems, REPORT_FILE), f"ok, {REPORT_FILE} rendered again, equal"),
             "figures": (
                 [line for line in problems if not line.startswith((f"{RESULT_FILE}:", f"{REPORT_FILE}:"))],
-                "; ".join(remarks) or f"drawn again with matplotlib {installed_version()}, equal",
+                f"ok, {'; '.join(remarks)}" if remarks else redrawn,
             ),
         }
         return all([self._conclude(name, found, good) for name, (found, good) in parts.items()])
 
     def _conclude(self, check: str, problems: list[str], good: str) -> bool:
         self.problems += problems
-        self._say(f"  {check}: {'FAILED' if problems else f'ok, {good}'}")
+        self._say(f"  {check}: {'FAILED' if problems else good}")
         for problem in problems:
             self._say(f"    {problem}")
         return not problems
@@ -93,8 +98,11 @@ def verify(folders: list[Path], say: Callable[[str], None]) -> bool:
     checks = [Verification(folder, say) for folder in folders]
     passed = [check.run() for check in checks]
     if all(passed):
-        files, runs = sum(check.files for check in checks), sum(check.runs for check in checks)
-        say(f"verified: {count_of(files, 'file')}, {count_of(runs, 'run')} recomputed")
+        files, runs, cells, missing = (
+            sum(getattr(check, what) for check in checks) for what in ("files", "runs", "cells", "missing")
+        )
+        incomplete = f", but incomplete: {missing:,} of {count_of(cells, 'cell')} gave no number" if missing else ""
+        say(f"verified{incomplete}: {count_of(files, 'file')}, {count_of(runs, 'run')} recomputed")
         return True
     failed = [check for check in checks if check.problems]
     names = ", ".join(str(check.folder) for check in failed)

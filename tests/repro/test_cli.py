@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from session_builder import TOY, TRAINER, make_host
+from session_builder import TOY, TRAINER, finished_session, make_host
 
 from repro.arguments import build_parser
-from repro.cli import main
+from repro.cli import main, program_name
 from repro.doctor import choose_matrix
 from repro.plan import Plan
 from repro.schema import parse_model
@@ -86,7 +86,9 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
         (["run", "--matrix", "smoke", "--timeout", "-1"], 2, "--timeout -1: must be above 0 seconds"),
         (["run", "--matrix", "smoke", "--prefix", "A"], 2, "--prefix 'A': use small letters"),
         (["run", "--matrix", "auto", "--require-gpu"], 3, "--require-gpu: the driver lists no GPU"),
-        (["run", "--matrix", "single"], 3, "matrix single cannot run here: n1: asks for GPU position 0"),
+        (["run", "--matrix", "single"], 3, "nothing of matrix single can run here: n1: asks for GPU position 0"),
+        (["plan", "--matrix", "single"], 3, "can run here: n1: asks for GPU position 0, but the driver lists no GPU"),
+        (["run", "--matrix", "single", "--dry-run"], 3, "nothing of matrix single can run here: n1: asks"),
         (["doctor", "--matrix", "nope"], 2, "unknown matrix 'nope'"),
         (["analyze", "nowhere"], 2, "nowhere is not a folder"),
         (["report", "nowhere"], 2, "nowhere is not a folder"),
@@ -115,14 +117,40 @@ def test_a_dry_run_prints_everything_and_starts_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     boom = ["/nonexistent/trainer"]
-    assert main(["run", "--matrix", "smoke", "--dry-run", "--override", "a.b=1", "c=2"], trainer=boom) == 0
+    assert (
+        main(["run", "--matrix", "smoke", "--dry-run", "--override", "a.b=1", "--override", "c=2"], trainer=boom) == 0
+    )
     output = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert "matrix smoke, SMOKE (CPU, never a benchmark)" in output
     assert "taken out of the environment: NCCL_ALGO" in output
     assert "CPUs" in output and "'env.cpu_ids=[0,1]'" in output
-    assert output.count("/nonexistent/trainer --algo sac") == 7
-    assert output.count("a.b=1 c=2") == 7
+    assert output.count("/nonexistent/trainer --algo sac") == output.count("a.b=1 c=2") == 2  # one for each case
+    assert "training.log_dir=runs/workers1_r1 " in output and "training.log_dir=runs/workers2_r1 " in output
+
+
+def test_an_override_takes_one_value_and_leaves_the_cases_alone() -> None:
+    found = build_parser().parse_args(["run", "--override", "a.b=1", "--override", "c=[2,3]", "workers1", "workers2"])
+    assert (found.override, found.cases) == (["a.b=1", "c=[2,3]"], ["workers1", "workers2"])
+    assert build_parser().parse_args(["run", "workers1"]).override == []
+
+
+def test_the_next_command_begins_as_this_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "repro"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert program_name("bin/repro") == "bin/repro"
+    assert program_name("/some/where/cli.py") == "repro"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert program_name("bin/repro") == program_name(str(program)) == "repro"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_plan_of_nothing_is_still_json_and_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--matrix", "single", "--json"]) == 3
+    assert not parse_model(Plan, capsys.readouterr().out, "stdout").runnable
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -198,6 +226,14 @@ def test_analyze_prints_the_metric_and_never_replaces_a_file(
     capsys.readouterr()
     assert main(["analyze", str(run), "--json", "--tail", "0.25"]) == 0
     assert json.loads(capsys.readouterr().out)["window"]["points"] == 15
+
+
+def test_analyze_of_a_report_names_one_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = finished_session(tmp_path)
+    assert main(["analyze", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f"name one run, for example {out}/runs/fast_r1\n") and error.count("\n") == 1
+    assert main(["analyze", str(out / "runs" / "fast_r1")]) == 0
 
 
 @pytest.mark.parametrize(("mode", "code"), [("no_run_end", "missing_run_end"), ("nan", "non_finite")])

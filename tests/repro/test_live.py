@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+from typing import IO, cast
 
 import pytest
 from rich.console import Console
 from session_builder import SOURCE, make_host, toy_matrix
 
 from repro.evidence import CellEvidence
-from repro.live import SessionView
+from repro.live import LastingStream, SessionView
 from repro.plan import Plan, make_plan
 
 
@@ -38,6 +39,21 @@ def test_plain_lines_without_a_terminal(plan: Plan) -> None:
         "[1/5] warmup1_slow: running",
         "[1/5] warmup1_slow: failed (exit code 1: no [bold]luck[/]), 4 s, about 16 s left",
     ]
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, words: str) -> int:
+        raise BrokenPipeError
+
+
+def test_the_view_goes_on_when_nobody_reads(plan: Plan) -> None:
+    for terminal in (False, True):
+        console = Console(file=cast(IO[str], LastingStream(ClosedPipe())), force_terminal=terminal, width=80)
+        with SessionView(plan, console, Clock()) as view:
+            for cell in range(2):
+                view.started(plan.cells[cell])
+                view.ended(ended(plan, cell, "failed", "exit code 1"), 1.0)
+        assert view.remaining_seconds() == 3.0
 
 
 def test_the_rest_is_estimated_from_the_plan_then_from_what_ran(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from repro.layout import MANIFEST_FILE
 from repro.manifest import check_manifest, write_manifest
 
 A, B = (hashlib.sha256(text).hexdigest() for text in (b"a\n", b"b\n"))
+X = hashlib.sha256(b"x\n").hexdigest()
 
 
 @pytest.fixture
@@ -51,7 +52,14 @@ def linked_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda f: (f / "a.txt").write_bytes(b"x\n"), "a.txt: changed"),
+        (
+            lambda f: (f / "a.txt").write_bytes(b"x\n"),
+            f"a.txt: the file or its line in {MANIFEST_FILE} changed: SHA-256 {X}, listed {A}",
+        ),
+        (
+            replaced(f"{A[:-1]}{'0' if A[-1] != '0' else '1'}  a.txt\n{B}  runs/b.txt\n"),
+            f"a.txt: the file or its line in {MANIFEST_FILE} changed: SHA-256 {A}, listed {A[:-1]}",
+        ),
         (lambda f: (f / "a.txt").unlink(), f"a.txt: in {MANIFEST_FILE}, not in the folder"),
         (lambda f: (f / "runs" / "c").write_bytes(b""), f"runs/c: in the folder, not in {MANIFEST_FILE}"),
         (link, "runs/link: is a link"),

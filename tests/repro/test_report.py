@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import jinja2
 import pytest
-from session_builder import finished_session, matrix_text, run_session
+from session_builder import SOURCE, finished_session, make_host, matrix_text, run_session, toy_matrix
 
 import repro.render
 from repro.evidence import read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
 from repro.headline import headline
+from repro.plan import make_plan
 from repro.render import render_report
 from repro.report import derive_report
 from repro.result import compute_result
@@ -38,7 +41,9 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
         "Inputs and verification",
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
-    assert "weak scaling" in found["Limits"] and "Convergence was not verified" in found["Limits"]
+    assert "geometric mean, env steps/s" in found["Result"] and "geometric mean of its runs" in found["Metric"]
+    assert "weak scaling" not in found["Limits"] and "Convergence was not verified" in found["Limits"]
+    assert "2 runs of each case: the 95 % intervals are Student t" in found["Limits"]
     assert "SMOKE" in found["Limits"]
     assert "(figures/rates.svg)" in found["Result"] and "(figures/steps.svg)" in found["Runs"]
     assert "| fast_r1" in found["Runs"] and "tail mean of `Perf/total_fps`" in found["Runs"]
@@ -123,14 +128,62 @@ def test_a_template_that_asks_for_an_unknown_name_fails(out: Path, monkeypatch: 
     [
         ("improved", "faster, beyond the noise"),
         ("no_regression", "not slower by more than 5.0 %"),
-        ("suspicious", "looks slower, the interval does not decide"),
         ("regression", "slower by more than 5.0 %"),
-        ("insufficient_data", "the data do not decide"),
     ],
 )
 def test_the_headline_says_the_verdict_in_words(out: Path, verdict: str, words: str) -> None:
+    said = headline_with(out, verdict=verdict)
+    assert said.startswith("`fast` runs at 1.") and said.endswith(f", n = 2): {words}.")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "words"), [("suspicious", "Looks slower, undecided"), ("insufficient_data", "Undecided")]
+)
+def test_an_undecided_headline_does_not_begin_with_a_ratio(out: Path, verdict: str, words: str) -> None:
+    found = {"verdict": verdict, "ratio": 1.127, "ci_low": 0.9, "ci_high": 1.4, "n": 3}
+    assert headline_with(out, **found) == (
+        f"{words}: `fast` against `slow` (ratio 1.127\u00d7, 95 % interval [0.900, 1.400], n = 3)."
+    )
+
+
+def headline_with(out: Path, **comparison: object) -> str:
     evidence = read_evidence(out)
     result = compute_result(evidence)
-    changed = result.comparisons[0].model_copy(update={"verdict": verdict})
-    said = headline(result.model_copy(update={"comparisons": (changed,)}), evidence.plan.matrix)
-    assert said.startswith("`fast` runs at 1.") and said.endswith(f", n = 2): {words}.")
+    changed = result.comparisons[0].model_copy(update=comparison)
+    return headline(result.model_copy(update={"comparisons": (changed,)}), evidence.plan.matrix)
+
+
+def test_one_run_has_no_interval_and_the_page_says_so(out: Path) -> None:
+    for name in ("slow_r2", "fast_r2"):
+        shutil.rmtree(out / "runs" / name)
+    evidence = read_evidence(out)
+    page = render_report(evidence, compute_result(evidence))
+    assert re.search(r"Undecided: `fast` against `slow` \(ratio 1\.\d{3}\u00d7, one run, no interval\)\.\*\*\n", page)
+    assert "Student t intervals" not in sections(page)["Limits"]
+    alone = compute_result(evidence).model_copy(update={"comparisons": (), "verdict": "measured"})
+    said = headline(alone, evidence.plan.matrix.model_copy(update={"comparisons": ()}))
+    assert re.fullmatch(r"`slow` trains at [\d,]+ env steps/s \(one run, no interval\)\. `fast` trains .*", said)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown"), [([(), ()], False), ([(0,), (0,)], False), ([(0,), ()], True), ([(0, 1), (0, 1)], True)]
+)
+def test_weak_scaling_is_a_limit_only_where_gpus_are_added(out: Path, gpus: list[tuple[int, ...]], shown: bool) -> None:
+    evidence = read_evidence(out)
+    matrix = evidence.plan.matrix
+    cases = tuple(case.model_copy(update={"gpus": own}) for case, own in zip(matrix.cases, gpus, strict=True))
+    plan = evidence.plan.model_copy(update={"matrix": matrix.model_copy(update={"cases": cases})})
+    page = render_report(replace(evidence, plan=plan), compute_result(evidence))
+    assert ("weak scaling" in sections(page)["Limits"]) == shown
+
+
+def test_commands_of_the_page_can_be_pasted_and_name_gpu_positions(out: Path) -> None:
+    host, topology = make_host(cpus=3, gpu_count=2)
+    case = toy_matrix().cases[0].model_copy(update={"gpus": (1,), "environment": {"NOTE": "a b"}})
+    plan = make_plan(toy_matrix(cases=(case,), comparisons=(), smoke=False, warmup=0), host, topology, SOURCE)
+    evidence = read_evidence(out)
+    result = compute_result(evidence).model_copy(update={"comparisons": ()})
+    (command,) = repro.render.report_context(replace(evidence, plan=plan), result)["commands"]
+    assert command.startswith("CUDA_VISIBLE_DEVICES=1 NOTE='a b' PYTHONUNBUFFERED=1 python -m unilab.train ")
+    assert "'env.cpu_ids=[0]'" in command
+    assert plan.cells[0].environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"

@@ -27,7 +27,7 @@ from repro.journal import read_journal
 from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
-from repro.result import Result, compute_result, missing_cells
+from repro.result import Result, compute_result
 from repro.schema import read_model
 from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
@@ -107,6 +107,36 @@ def test_bad_cells_say_why_and_do_not_stop_the_others(tmp_path: Path) -> None:
     assert verify([out], lambda line: None)
 
 
+def test_settings_that_the_trainer_refuses_end_the_session(tmp_path: Path) -> None:
+    text = matrix_text({"good": {}, "wrong": {"FAKE_MODE": "dance"}, "later": {}}, repeats=2)
+    code, out = run_session(tmp_path, text)
+    assert code == 2
+    good, wrong, *later = result_of(out).cells
+    assert (good.status, wrong.status) == ("measured", "failed")
+    assert (wrong.reason or "").startswith("exit code 2: fake_trainer: FAKE_MODE='dance'")
+    assert {(cell.status, cell.reason) for cell in later} == {
+        ("not_run", "the session stopped because the trainer refused the settings of wrong_r1")
+    }
+    assert len(later) == 4 and read_journal(out)[-1].event == "session_ended"
+    assert verify([out], lambda line: None)
+
+
+def test_a_closed_output_does_not_end_the_session(tmp_path: Path) -> None:
+    matrix, out = tmp_path / "m.toml", tmp_path / "out"
+    matrix.write_text(matrix_text({"a": {"FAKE_SECONDS": "0.3"}, "b": {}}))
+    script = "import sys; from repro.cli import main; sys.exit(main(sys.argv[1:6], trainer=sys.argv[6:]))"
+    command = [sys.executable, "-c", script, "run", "--matrix", str(matrix), "--out", str(out), *TRAINER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("2 runs into ")
+        process.stdout.close()
+        errors = process.stderr.read()
+        code = process.wait(timeout=60)
+    assert (code, errors) == (0, "")
+    assert [cell.status for cell in result_of(out).cells] == ["measured", "measured"]
+    assert verify([out], lambda line: None)
+
+
 def test_a_hanging_cell_is_ended_and_reported(tmp_path: Path) -> None:
     code, out = run_session(tmp_path, matrix_text({"hang": {"FAKE_MODE": "hang"}}), "--timeout", "1.5")
     assert code == 4
@@ -139,7 +169,7 @@ def test_only_a_gated_regression_gives_exit_code_1(tmp_path: Path, gate: bool, c
     evidence = read_evidence(out)
     result = compute_result(evidence)
     assert result.verdict == "regression"
-    assert exit_code(result, missing_cells(evidence), evidence.plan) == code
+    assert exit_code(result, evidence) == code
 
 
 def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> None:

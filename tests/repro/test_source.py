@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def project(tmp_path: Path) -> Path:
 
 
 def git(project: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
     who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(project), *who, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

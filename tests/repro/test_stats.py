@@ -23,8 +23,16 @@ groups = st.lists(rates, min_size=2, max_size=8)
 def test_mean_and_sample_deviation_of_the_published_group() -> None:
     group = summarize(LOCAL_32)
     assert group.n == 3
-    assert group.mean == pytest.approx(50_194.19, abs=0.01)
+    assert group.mean == pytest.approx((48_057.33 * 51_036.37 * 51_488.87) ** (1 / 3), rel=1e-12)
     assert group.sd == pytest.approx(1_864.36, abs=0.01)
+
+
+def test_the_ratio_of_two_means_is_the_ratio() -> None:
+    # The arithmetic means of these sides are equal, so they would contradict a ratio of 0.8.
+    a, b = [100.0, 100.0], [40.0, 160.0]
+    assert summarize(b).mean == pytest.approx(80.0)
+    assert summarize(b).mean / summarize(a).mean == pytest.approx(welch_ratio(a, b).ratio, rel=1e-12)
+    assert summarize(DUAL_32).mean / summarize(LOCAL_32).mean == pytest.approx(welch_ratio(LOCAL_32, DUAL_32).ratio)
 
 
 def test_interval_of_a_group_by_hand() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from session_builder import finished_session
+from session_builder import finished_session, matrix_text, run_session
 
 from repro.cli import main
 from repro.layout import MANIFEST_FILE, REPORT_FILE, RESULT_FILE
@@ -42,7 +43,9 @@ def test_one_flipped_byte_in_any_listed_file_fails_and_names_it(out: Path) -> No
             before = flip(out / name, position)
             passed, lines = checked(out)
             assert not passed
-            assert any(line.strip().startswith(f"{name}: changed") for line in lines), (name, lines)
+            assert any(
+                line.strip().startswith(f"{name}: the file or its line in {MANIFEST_FILE} changed: ") for line in lines
+            ), (name, lines)
             assert lines[-1].startswith("NOT verified: ")
             (out / name).write_bytes(before)
     assert checked(out)[0]
@@ -159,6 +162,19 @@ def test_verify_without_argument_takes_all_reports(
     flip(tmp_path / "reports" / "b" / "plan.json", 3)
     assert main(["verify"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "NOT verified: reports/b: 1 problem"
+
+
+def test_an_authentic_report_without_numbers_is_verified_and_called_incomplete(tmp_path: Path) -> None:
+    _, folder = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}, "good": {}}))
+    passed, lines = checked(folder)
+    assert passed and any(line.startswith("  figures: ok, drawn again") for line in lines)
+    assert re.fullmatch(
+        r"verified, but incomplete: 1 of 2 cells gave no number: \d+ files, 1 run recomputed", lines[-1]
+    )
+    _, folder = run_session(tmp_path / "other", matrix_text({"bad": {"FAKE_MODE": "crash"}}))
+    passed, lines = checked(folder)
+    assert passed and "  figures: none" in lines
+    assert lines[-1].startswith("verified, but incomplete: 1 of 1 cell gave no number: ")
 
 
 @pytest.mark.parametrize(("name", "code"), [("missing", 2), ("empty", 2)])

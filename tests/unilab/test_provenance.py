@@ -6,6 +6,7 @@ import getpass
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -108,6 +109,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def git(root: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
     command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(root), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
