@@ -117,8 +117,8 @@ class UpdatePhase:
         actor_updates = -(-self._updates // self._policy_frequency)
         rows, device = config.updates_per_step * config.batch_size, replay.rows.device
         count = self._updates + actor_updates
-        # A view of rows: the compiler guards on what a view is of, and a size there that happens to equal the rows of one
-        # forward pass would make it compile the next one anew.
+        # A view of rows: the compiler guards on what a view is of, and a size there that happens to equal the rows of
+        # one forward pass would make it compile the next one anew.
         noise = torch.zeros(count * config.batch_size, action_dim, device=device).view(count, -1, action_dim)
         self._indices = registry.tensor("update/indices", torch.zeros(rows, dtype=torch.int64, device=device))
         self._noise = registry.tensor("update/noise", noise)
