@@ -114,8 +114,6 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
         if entry.cell is not None and entry.cell not in known:
             raise UsageError(f"{JOURNAL_FILE} names cell {entry.cell!r}, which is not in {PLAN_FILE}")
         if entry.event == "cell_ended" and entry.cell is not None:
-            if entry.cell in ended:
-                raise UsageError(f"{JOURNAL_FILE} ends cell {entry.cell!r} twice")
             ended[entry.cell] = entry
     return ended
 
