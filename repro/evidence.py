@@ -12,11 +12,11 @@ from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import HOST_FILE, JOURNAL_FILE, PLAN_FILE, is_derived
+from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan
+from repro.plan import Cell, Plan, check_plan
 from repro.run_files import read_json
-from repro.schema import read_model
+from repro.schema import Model, canonical_json, read_model
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
@@ -82,14 +82,24 @@ def read_evidence(out_dir: Path) -> Evidence:
     Raises:
         UsageError: If the plan, the host's facts or the journal are missing or malformed, or contradict each other.
     """
-    plan = read_model(Plan, out_dir / PLAN_FILE)
-    host = read_model(Host, out_dir / HOST_FILE)
+    plan, host = _read_canonical(Plan, out_dir / PLAN_FILE), _read_canonical(Host, out_dir / HOST_FILE)
+    check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
+    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended])
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
     stop = usage_stop(journal)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     return Evidence(plan, host, journal, refuse_mixed_groups(cells), hash_inputs(out_dir))
+
+
+def unowned(out_dir: Path, plan: Plan) -> list[str]:
+    """Entries of the folders of runs and logs that belong to no planned cell, one line each."""
+    owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
+    present = [
+        path.relative_to(out_dir).as_posix() for part in (RUNS_DIR, LOGS_DIR) for path in out_dir.glob(f"{part}/*")
+    ]
+    return [f"{name}: belongs to no cell of {PLAN_FILE}" for name in sorted(present) if name not in owned]
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
@@ -105,6 +115,20 @@ def usage_stop(journal: tuple[Entry, ...]) -> str | None:
 def hash_inputs(out_dir: Path) -> dict[str, str]:
     """SHA-256 of every file that is not derived from the others, by relative path."""
     return {name: file_sha256(out_dir / name) for name in list_files(out_dir)[0] if not is_derived(name)}
+
+
+def _read_canonical(model: type[Model], path: Path) -> Model:
+    """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited."""
+    found = read_model(model, path)
+    if path.read_bytes() != canonical_json(found).encode():
+        raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
+    return found
+
+
+def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
+    missing = [cell.log for cell in cells if not (out_dir / cell.log).is_file()]
+    if missing:
+        raise UsageError(f"{missing[0]} is missing, though {JOURNAL_FILE} says that its cell ended")
 
 
 def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:

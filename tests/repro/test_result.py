@@ -31,7 +31,7 @@ def computed(out: Path) -> Result:
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(canonical_json(content))
 
 
 def test_the_committed_schema_is_the_models() -> None:
