@@ -230,7 +230,8 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _refuse(message: str, code: int) -> int:
-    print(f"repro: {message}", file=sys.stderr)
+    line = " ".join(message.splitlines())  # names of files and keys may hold line ends
+    print(f"repro: {line}", file=sys.stderr)
     return code
 
 

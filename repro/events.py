@@ -48,6 +48,8 @@ class Reason(StrEnum):
     STEPS_NOT_INCREASING = "steps_not_increasing"
     TIME_NOT_INCREASING = "time_not_increasing"
     NON_FINITE = "non_finite"
+    INVALID_PHYSICS = "invalid_physics"
+    SKIPPED_UPDATES = "skipped_updates"
     PROGRESS_MISMATCH = "progress_mismatch"
     CLOCK_STEP = "clock_step"
     MIXED_CODE = "mixed_code"  # of a group of runs, found where results are put together

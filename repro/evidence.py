@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,17 +13,23 @@ from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import HOST_FILE, JOURNAL_FILE, PLAN_FILE, is_derived
+from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan
+from repro.plan import Cell, Plan, check_plan, same_words
 from repro.run_files import read_json
-from repro.schema import read_model
+from repro.schema import Model, canonical_json, read_model
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
 # Reasons of the suite's own, beside those of `events.Reason`.
 NOT_AS_PLANNED = "not_as_planned"
 MISSING_PROVENANCE = "missing_provenance"
+OTHER_CODE = "other_code"
+COPIED_EVENTS = "copied_events"
+EVENT_FILE_MARK = "tfevents"
+GIT_FACTS = ("commit", "dirty", "diff_sha256")
+# A run's folder as the trainer may record it: relative, or in a folder that was made absolute and then replaced.
+LOG_DIR = re.compile(r"^(training\.log_dir=)(?:\.|[/<].*)/(runs/[^/]+)$")
 STATUSES = (
     "measured",  # has a number that counts
     "discarded",  # a warm-up that ended well; its number does not count
@@ -82,14 +89,25 @@ def read_evidence(out_dir: Path) -> Evidence:
     Raises:
         UsageError: If the plan, the host's facts or the journal are missing or malformed, or contradict each other.
     """
-    plan = read_model(Plan, out_dir / PLAN_FILE)
-    host = read_model(Host, out_dir / HOST_FILE)
+    plan, host = _read_canonical(Plan, out_dir / PLAN_FILE), _read_canonical(Host, out_dir / HOST_FILE)
+    check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
+    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended])
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
     stop = usage_stop(journal)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
-    return Evidence(plan, host, journal, refuse_mixed_groups(cells), hash_inputs(out_dir))
+    inputs = hash_inputs(out_dir)
+    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs)
+
+
+def unowned(out_dir: Path, plan: Plan) -> list[str]:
+    """Entries of the folders of runs and logs that belong to no planned cell, one line each."""
+    owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
+    present = [
+        path.relative_to(out_dir).as_posix() for part in (RUNS_DIR, LOGS_DIR) for path in out_dir.glob(f"{part}/*")
+    ]
+    return [f"{name}: belongs to no cell of {PLAN_FILE}" for name in sorted(present) if name not in owned]
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
@@ -107,6 +125,20 @@ def hash_inputs(out_dir: Path) -> dict[str, str]:
     return {name: file_sha256(out_dir / name) for name in list_files(out_dir)[0] if not is_derived(name)}
 
 
+def _read_canonical(model: type[Model], path: Path) -> Model:
+    """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited."""
+    found = read_model(model, path)
+    if path.read_bytes() != canonical_json(found).encode():
+        raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
+    return found
+
+
+def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
+    missing = [cell.log for cell in cells if not (out_dir / cell.log).is_file()]
+    if missing:
+        raise UsageError(f"{missing[0]} is missing, though {JOURNAL_FILE} says that its cell ended")
+
+
 def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     known = {cell.id for cell in plan.cells}
     ended: dict[str, Entry] = {}
@@ -114,8 +146,6 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
         if entry.cell is not None and entry.cell not in known:
             raise UsageError(f"{JOURNAL_FILE} names cell {entry.cell!r}, which is not in {PLAN_FILE}")
         if entry.event == "cell_ended" and entry.cell is not None:
-            if entry.cell in ended:
-                raise UsageError(f"{JOURNAL_FILE} ends cell {entry.cell!r} twice")
             ended[entry.cell] = entry
     return ended
 
@@ -154,9 +184,9 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     problem = _deviation(plan, cell, config, manifest)
     if problem is not None:
         return CellEvidence(cell, "refused", f"{NOT_AS_PLANNED}: {problem}", None, None, True)
-    if not command:
-        reason = f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
-        return CellEvidence(cell, "refused", reason, None, None, True)
+    wrong = _wrong_command(plan, cell, command)
+    if wrong is not None:
+        return CellEvidence(cell, "refused", wrong, None, None, True)
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
     return CellEvidence(
         cell, "discarded" if cell.warmup else "measured", None, throughput, fingerprint(command), has_run=True
@@ -184,6 +214,54 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
     return None
+
+
+def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | None:
+    """Why `command.json` is not that of this cell and of the code the plan was made for, or None."""
+    if not command:
+        return f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
+    ran = {name: _at(command, "git", name) for name in GIT_FACTS}
+    planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
+    if ran != planned:
+        return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
+    argv = command.get("argv")
+    words = [LOG_DIR.sub(r"\1\2", str(word)) for word in argv] if isinstance(argv, list) else []
+    if not same_words(cell.arguments, words):
+        found, wanted = next(
+            ((word, own) for word, own in zip(words, cell.arguments, strict=False) if not same_words([own], [word])),
+            (f"{len(words)} words", f"{len(cell.arguments)} words"),
+        )
+        return f"{NOT_AS_PLANNED}: its command was planned with {wanted}, the run says {found}"
+    return None
+
+
+def _code(git: Mapping[str, Any]) -> str:
+    """Commit and difference in words."""
+    commit = "of an unknown commit" if git["commit"] is None else f"{git['commit']}"[:12]
+    state = {True: "with changes", False: "without changes"}.get(git["dirty"], "changes unknown")
+    difference = "" if git["diff_sha256"] is None else f" {git['diff_sha256']}"[:13]
+    return f"{commit} ({state}{difference})"
+
+
+def refuse_copied_events(cells: tuple[CellEvidence, ...], inputs: Mapping[str, str]) -> tuple[CellEvidence, ...]:
+    """Take the numbers of cells whose event files are the same, byte for byte: one of them is a copy."""
+    owners: dict[str, list[str]] = {}
+    for item in cells:
+        for name, digest in inputs.items():
+            if name.startswith(f"{item.cell.run}/") and EVENT_FILE_MARK in name:
+                owners.setdefault(digest, []).append(item.cell.id)
+    copied = {cell: same for same in owners.values() if len(same) > 1 for cell in same}
+    return tuple(
+        replace(
+            item,
+            status="refused",
+            reason=f"{COPIED_EVENTS}: {' and '.join(copied[item.cell.id])} have the same event file",
+            throughput=None,
+        )
+        if item.throughput is not None and item.cell.id in copied
+        else item
+        for item in cells
+    )
 
 
 def _at(content: Mapping[str, Any], section: str, key: str) -> Any:

@@ -6,9 +6,9 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from repro.errors import UsageError
 from repro.layout import JOURNAL_FILE
@@ -23,7 +23,7 @@ class Entry(Strict):
 
     Attributes:
         event: `session_started`, `cell_started`, `cell_ended`, `session_interrupted` or `session_ended`.
-        time: UTC time.
+        time: Time with its zone, ISO 8601; the suite writes UTC.
         cell: Id of the cell, for its two events.
         outcome: How the cell ended.
         exit_code: Exit code of the trainer; negative for a signal; None where it was killed by the suite.
@@ -40,6 +40,13 @@ class Entry(Strict):
     seconds: Annotated[float, Field(ge=0)] | None = None
     reason: str | None = None
     redacted: tuple[str, ...] | None = None
+
+    @field_validator("time")
+    @classmethod
+    def _aware(cls, time: str) -> str:
+        if datetime.fromisoformat(time).tzinfo is None:
+            raise ValueError(f"{time!r} has no time zone")
+        return time
 
 
 class Journal:
@@ -84,10 +91,46 @@ def read_journal(out_dir: Path) -> tuple[Entry, ...]:
     A last line without its newline was cut by a crash and is left out; anything else must be an entry.
 
     Raises:
-        UsageError: If the file is missing or a line is no entry.
+        UsageError: If the file is missing, a line is no entry or has a key twice, or the order cannot have happened.
     """
     path = out_dir / JOURNAL_FILE
     if not path.is_file():
         raise UsageError(f"{JOURNAL_FILE} is missing in {out_dir}")
     lines = path.read_bytes().split(b"\n")[:-1]
-    return tuple(parse_model(Entry, line, f"{JOURNAL_FILE} line {i}") for i, line in enumerate(lines, start=1))
+    entries = tuple(_entry(line, f"{JOURNAL_FILE} line {i}") for i, line in enumerate(lines, start=1))
+    _check_order(entries)
+    return entries
+
+
+def _entry(line: bytes, source: str) -> Entry:
+    entry = parse_model(Entry, line, source)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"{source}: key {twice!r} is there twice")
+
+    json.loads(line, object_pairs_hook=distinct)
+    return entry
+
+
+def _check_order(entries: tuple[Entry, ...]) -> None:
+    """Refuse an order that no session writes: it starts once and ends last, and so does each of its cells."""
+    if not entries:
+        raise UsageError(f"{JOURNAL_FILE} holds no entry; a session writes session_started first")
+    last = len(entries)
+    seen: set[tuple[str, str | None]] = set()
+    for number, entry in enumerate(entries, start=1):
+        source, is_cell = f"{JOURNAL_FILE} line {number}", entry.event.startswith("cell_")
+        if is_cell != (entry.cell is not None):
+            raise UsageError(f"{source}: {entry.event} {'names no cell' if is_cell else f'names cell {entry.cell!r}'}")
+        if (entry.event == "session_started") != (number == 1):
+            raise UsageError(f"{source}: {entry.event}; session_started is the first line and no other")
+        if entry.event in ("session_ended", "session_interrupted") and number != last:
+            raise UsageError(f"{source}: {entry.event} is not the last line")
+        if (entry.event, entry.cell) in seen:
+            raise UsageError(f"{source}: {entry.event} of cell {entry.cell!r} is there twice")
+        if entry.event == "cell_ended" and ("cell_started", entry.cell) not in seen:
+            raise UsageError(f"{source}: cell {entry.cell!r} ends before it starts")
+        seen.add((entry.event, entry.cell))

@@ -1,4 +1,6 @@
-"""Runs one cell as a process group of its own, with a log, a time limit and a clean end in every case."""
+"""Runs one cell as a process group of its own, with a log, a time limit and a clean end in every case.
+
+Even where the suite itself is killed: on Linux a cell gets SIGTERM when the thread that started it ends."""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from repro.journal import Outcome
 from repro.plan import CLEARED, Cell
@@ -19,6 +24,20 @@ from unilab.names import EXIT_OK
 
 GRACE_SECONDS = 10.0
 REASON_LENGTH = 300
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Run as a program of its own, which becomes the cell: Popen's preexec_fn is unsafe beside the view's thread.
+_TIED = """
+import ctypes, os, signal, sys
+parent, command = int(sys.argv[1]), sys.argv[2:]
+if ctypes.CDLL(None, use_errno=True).prctl(1, int(signal.SIGTERM)):  # 1: PR_SET_PDEATHSIG
+    sys.exit(f"cannot tie the run to the suite: {os.strerror(ctypes.get_errno())}")
+if os.getppid() != parent:
+    sys.exit("the suite ended before the run began")
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"cannot start {command[0]}: {error.strerror}")
+"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +88,9 @@ def run_cell(
         How it ended. An interrupt (Ctrl-C) ends the process group too and is returned as the outcome `interrupted`.
     """
     began = time.monotonic()
-    with log.open("wb") as output:
+    with log.open("wb") as output, _interrupts_held() as let_interrupts_in:
         process = subprocess.Popen(
-            list(command),
+            _tied(command),
             cwd=out_dir,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -79,7 +98,7 @@ def run_cell(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        outcome, reason = _wait(process, timeout, grace)
+        outcome, reason = _wait(process, timeout, grace, let_interrupts_in)
     seconds = time.monotonic() - began
     if outcome != "exited":
         return Ended(outcome, None, seconds, reason)
@@ -87,8 +106,46 @@ def run_cell(
     return Ended("exited", code, seconds, None if code == EXIT_OK else f"{_code_text(code)}: {last_line(log)}")
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float, grace: float) -> tuple[Outcome, str | None]:
+def _tied(command: Sequence[str]) -> list[str]:
+    """The command, on Linux behind a program that makes it end with its parent; other systems have no such call."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Keep interrupts back from here until the yielded function is called, which lets them in again, late ones first.
+
+    So none can fall between the start of a process and the code that would end it. Handlers are replaced, not signals
+    blocked: a blocked signal would reach the view's thread, and a cell would inherit the block.
+    """
+    came: list[int] = []
+    before: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def let_in() -> None:
+        for number in list(before):
+            signal.signal(number, before.pop(number))
+        while came:
+            signal.raise_signal(came.pop())
+
     try:
+        if threading.current_thread() is threading.main_thread():  # no other thread is interrupted
+            for number in INTERRUPTS:
+                handler = signal.getsignal(number)
+                if callable(handler):  # what is ignored, as under nohup, or ends the suite at once stays so
+                    before[number] = handler
+                    signal.signal(number, lambda received, _: came.append(received))
+        yield let_in
+    finally:
+        let_in()
+
+
+def _wait(
+    process: subprocess.Popen[bytes], timeout: float, grace: float, let_interrupts_in: Callable[[], None]
+) -> tuple[Outcome, str | None]:
+    try:
+        let_interrupts_in()
         process.wait(timeout)
     except subprocess.TimeoutExpired:
         how = _end_group(process, grace)

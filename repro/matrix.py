@@ -10,13 +10,30 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from repro.errors import UsageError
 from repro.schema import Strict, nearest, parse_model
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
-Reason = Annotated[str, Field(min_length=1, max_length=400)]
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
+MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
+
+
+def plain_line(text: str) -> str:
+    """Refuse text with control characters or line ends: it is printed, published and handed to programs.
+
+    Raises:
+        UsageError: With the text.
+    """
+    if CONTROL.search(text):
+        raise UsageError(f"{text!r} holds a control character or a line end; write it as one plain line")
+    return text
+
+
+Reason = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(plain_line)]
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
 # Keys the suite sets by itself, and where the user says the same thing instead.
@@ -43,8 +60,8 @@ class Case(Strict):
 
     name: Name
     reason: Reason
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    workers: Annotated[int, Field(ge=1)] | Literal["default", "all"] = "default"
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    workers: Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all"] = "default"
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
@@ -59,6 +76,17 @@ class Case(Strict):
     @classmethod
     def _grammar(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
         return check_overrides(overrides)
+
+    @field_validator("environment")
+    @classmethod
+    def _variables(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name, value in environment.items():
+            if VARIABLE.fullmatch(name) is None:
+                raise ValueError(f"{name!r} is no name of a variable; use letters, digits and _")
+            if name in CODE_VARIABLES:
+                raise ValueError(f"{name} changes the code that is measured; install what a case needs instead")
+            plain_line(value)
+        return environment
 
 
 class Comparison(Strict):
@@ -106,14 +134,14 @@ class Matrix(Strict):
     algo: Name
     task: Name
     sim: Name
-    iterations: Annotated[int, Field(ge=1)]
-    repeats: Annotated[int, Field(ge=1)]
+    iterations: Annotated[int, Field(ge=1, le=MOST_ITERATIONS)]
+    repeats: Annotated[int, Field(ge=1, le=MOST_REPEATS)]
     warmup: Annotated[int, Field(ge=0, le=9)]
     interval: Literal["welch", "paired"]
     margin: Annotated[float, Field(gt=0, lt=1)]
-    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    startup_estimate_seconds: Annotated[float, Field(ge=0)] = 30.0
-    iteration_estimate_seconds: Annotated[float, Field(ge=0)] = 0.1
+    timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
+    startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
+    iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -155,6 +183,7 @@ def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
         UsageError: With the key and what to use instead.
     """
     for text in overrides:
+        plain_line(text)
         match = OVERRIDE.match(text)
         if match is None:
             raise UsageError(f"override {text!r} is not key=value, for example algo.num_envs=1024")
@@ -181,7 +210,10 @@ def load_matrix(name: str) -> Matrix:
         return parse_matrix(text, f"matrix {name}")
     path = Path(name)
     if path.is_file():
-        return parse_matrix(path.read_text(encoding="utf-8"), path.name)
+        try:
+            return parse_matrix(path.read_text(encoding="utf-8"), path.name)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path.name}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     if path.suffix == ".toml" or "/" in name:
         raise UsageError(f"matrix file {name} does not exist")
     raise UsageError(f"unknown matrix {name!r}{nearest(name, [*builtin_names(), 'auto'])}")
@@ -194,10 +226,12 @@ def parse_matrix(text: str, source: str) -> Matrix:
         UsageError: If the text is not TOML (duplicate keys included) or does not fit the schema.
     """
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        content = json.dumps(tomllib.loads(text), default=str)
+    except RecursionError:
+        raise UsageError(f"{source}: nested too deeply; a matrix needs three levels") from None
+    except ValueError as error:  # not TOML, or a number of thousands of digits
         raise UsageError(f"{source}: not valid TOML: {error}") from None
-    return parse_model(Matrix, json.dumps(data, default=str), source)
+    return parse_model(Matrix, content, source)
 
 
 def matrix_of_cases(names: list[str]) -> Matrix:
@@ -232,11 +266,16 @@ def adjust(matrix: Matrix, iterations: int | None, repeats: int | None, override
     """Apply the command line's changes; ``None`` keeps the matrix's value.
 
     Raises:
-        UsageError: If a number is not positive or an override is malformed.
+        UsageError: If a number is out of range or an override is malformed.
     """
-    for flag, value in (("--iterations", iterations), ("--repeats", repeats)):
+    for flag, value, most in (
+        ("--iterations", iterations, MOST_ITERATIONS),
+        ("--repeats", repeats, MOST_REPEATS),
+    ):
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: must be at least 1")
+        if value is not None and value > most:
+            raise UsageError(f"{flag} {value}: must be at most {most}")
     return matrix.model_copy(
         update={
             "iterations": matrix.iterations if iterations is None else iterations,

@@ -8,11 +8,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from repro.errors import UsageError
 from repro.host import Host
-from repro.layout import LOGS_DIR, RUNS_DIR
+from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.matrix import Case, Matrix
 from repro.place import CannotHoldError, Cpu, Placement, place, usable_cpus
 from repro.provenance import Source
@@ -23,7 +25,10 @@ TRAINER = (sys.executable, "-m", "unilab.train")
 # Variables that change what is measured behind a case's back; a case that wants one sets it.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", VISIBLE_DEVICES)
-PREFIX = re.compile(r"^[a-z0-9][a-z0-9_]*$")
+NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
+PINNING = "env.cpu_ids="
+# What `Redactor` puts for a name or a path: it stands for any word, and for anything that begins like a path.
+PLACEHOLDER = re.compile(r"<(?:(?P<name>user|host)|home|project|python)>")
 
 
 class Cell(Strict):
@@ -43,7 +48,7 @@ class Cell(Strict):
         skip_reason: Why this host cannot hold it, or None.
     """
 
-    id: str
+    id: Annotated[str, Field(pattern=NAME)]
     case: str
     repeat: int
     warmup: bool
@@ -125,7 +130,7 @@ def make_plan(
     Raises:
         UsageError: If the prefix or the timeout is malformed, or two cells would have the same id.
     """
-    if prefix is not None and not PREFIX.match(prefix):
+    if prefix is not None and not re.fullmatch(NAME, prefix):
         raise UsageError(f"--prefix {prefix!r}: use small letters, digits and _, beginning with a letter or digit")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
@@ -147,6 +152,34 @@ def make_plan(
         estimated_seconds=round(each * sum(cell.skip_reason is None for cell in cells), 1),
         cells=cells,
     )
+
+
+def check_plan(plan: Plan) -> None:
+    """Plan the matrix again, with the CPUs and GPUs that the plan names, and compare every cell.
+
+    Raises:
+        UsageError: Naming the first cell that its own matrix does not give.
+    """
+    _check_ids(plan.cells, f"{PLAN_FILE}: ")
+    recorded = {cell.case: _recorded_placement(cell) for cell in reversed(plan.cells)}
+    unplanned = [case.name for case in plan.matrix.cases if case.name not in recorded]
+    if unplanned:
+        raise UsageError(f"{PLAN_FILE}: case {unplanned[0]!r} has no cell; write the plan again with repro run")
+    placements = {case.name: recorded[case.name] for case in plan.matrix.cases}
+    order = _order(plan.matrix, placements)
+    if len(order) != len(plan.cells):
+        raise UsageError(f"{PLAN_FILE}: its matrix gives {len(order)} cells, it holds {len(plan.cells)}")
+    start = plan.cells[0].id.removesuffix(_name(*order[0]))
+    for (case, repeat, warmup), cell in zip(order, plan.cells, strict=True):
+        expected = _cell(plan.matrix, case, repeat, warmup, placements[case.name], start.removesuffix("_") or None)
+        differing = _differing_field(expected, cell, _is_redacted(plan.matrix, case))
+        if differing is not None:
+            raise UsageError(f"{PLAN_FILE}: {differing} of cell {cell.id!r} is not what its own matrix gives")
+
+
+def same_words(planned: Sequence[str], found: Sequence[str]) -> bool:
+    """Whether two lists of words are equal, up to names and paths that were replaced before publishing."""
+    return len(planned) == len(found) and all(map(_same_word, planned, found))
 
 
 def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
@@ -177,8 +210,12 @@ def _place(case: Case, host: Host, topology: tuple[Cpu, ...]) -> Placement | str
         return str(error)
 
 
+def _name(case: Case, repeat: int, warmup: int) -> str:
+    return f"warmup{warmup}_{case.name}" if warmup else f"{case.name}_r{repeat}"
+
+
 def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Placement | str, prefix: str | None) -> Cell:
-    name = f"warmup{warmup}_{case.name}" if warmup else f"{case.name}_r{repeat}"
+    name = _name(case, repeat, warmup)
     identity = f"{prefix}_{name}" if prefix else name
     placed = placement if isinstance(placement, Placement) else None
     gpus = placed.gpus if placed else ()
@@ -207,7 +244,7 @@ def _arguments(matrix: Matrix, case: Case, run: str, cpu_ids: tuple[int, ...] | 
         "training.no_play=true",
         *(("training.smoke=true",) if matrix.smoke else ()),
         f"algo.max_iterations={matrix.iterations}",
-        *((f"env.cpu_ids=[{','.join(map(str, cpu_ids))}]",) if pinned and cpu_ids else ()),
+        *((f"{PINNING}[{','.join(map(str, cpu_ids))}]",) if pinned and cpu_ids else ()),
         *matrix.overrides,
         *case.overrides,
     )
@@ -232,12 +269,58 @@ def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
-def _check_ids(cells: tuple[Cell, ...]) -> None:
+def _check_ids(cells: tuple[Cell, ...], source: str = "") -> None:
     seen: set[str] = set()
     for cell in cells:
         if cell.id in seen:
-            raise UsageError(f"two cells would be called {cell.id!r}; rename one of the cases")
+            raise UsageError(f"{source}two cells would be called {cell.id!r}; rename one of the cases")
         seen.add(cell.id)
+
+
+def _recorded_placement(cell: Cell) -> Placement | str:
+    return Placement(cell.cpu_ids or (), cell.gpus) if cell.skip_reason is None else cell.skip_reason
+
+
+def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
+    """Name of the first field that differs. Whether CPUs are pinned depends on the planning host's system."""
+    exact = set(Cell.model_fields) - {"arguments", "environment"} - ({"content_sha256"} if redacted else set())
+    for name in (name for name in Cell.model_fields if name in exact):
+        if getattr(expected, name) != getattr(found, name):
+            return name
+    if not same_words(_unpinned(expected), _unpinned(found)):
+        return "arguments"
+    pinned = f"{PINNING}[{','.join(map(str, found.cpu_ids or ()))}]"
+    if any(word.startswith(PINNING) and word != pinned for word in found.arguments):
+        return PINNING.removesuffix("=")
+    sides = [[f"{name}={value}" for name, value in sorted(cell.environment.items())] for cell in (expected, found)]
+    return None if same_words(*sides) else "environment"
+
+
+def _unpinned(cell: Cell) -> list[str]:
+    return [word for word in cell.arguments if not word.startswith(PINNING)]
+
+
+def _is_redacted(matrix: Matrix, case: Case) -> bool:
+    """Whether what a user typed was replaced, so that the hash of it cannot be computed again."""
+    return any(map(PLACEHOLDER.search, [*matrix.overrides, *case.overrides, *case.environment.values()]))
+
+
+def _same_word(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    return any(
+        PLACEHOLDER.search(a) is not None and _pattern(a).fullmatch(b) is not None
+        for a, b in ((one, other), (other, one))
+    )
+
+
+def _pattern(word: str) -> re.Pattern[str]:
+    """What a word with placeholders may have been."""
+    text, end = "", 0
+    for match in PLACEHOLDER.finditer(word):
+        text += re.escape(word[end : match.start()]) + (r"[\w.<>-]+" if match["name"] else r"[/<].*")
+        end = match.end()
+    return re.compile(text + re.escape(word[end:]))
 
 
 def _published(trainer: Sequence[str]) -> tuple[str, ...]:

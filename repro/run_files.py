@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from repro.events import Reason, Refusal
 from unilab.names import COMPLETED, RUN_END_FILE
+
+MOST = 2**31  # of anything that a run counts within one iteration
 
 
 class RunEnd(BaseModel):
@@ -53,22 +56,48 @@ def read_run_end(run_dir: Path, required: bool) -> RunEnd | None:
     return end
 
 
-def read_progress(path: Path) -> dict[int, float]:
-    """Monotonic seconds by env step from `progress.jsonl`; a last line without its newline was cut and is left out.
+class Progress(NamedTuple):
+    """One line of `progress.jsonl`; `monotonic_s` is in seconds from an arbitrary start."""
+
+    iteration: int
+    env_steps: int
+    monotonic_s: float
+
+
+def read_progress(path: Path) -> dict[int, Progress]:
+    """Entries of `progress.jsonl` by env step; a last line without its newline was cut and is left out.
 
     Raises:
-        Refusal: `damaged_file`.
+        Refusal: `damaged_file`, also where steps or seconds do not grow from line to line.
     """
-    monotonic: dict[int, float] = {}
+    found: dict[int, Progress] = {}
+    before: Progress | None = None
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            entry = json.loads(line)
-            monotonic[int(entry["env_steps"])] = float(entry["monotonic_s"])
-        except (ValueError, TypeError, KeyError) as error:
+            entry = _progress(line)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Refusal(
                 Reason.DAMAGED_FILE, f"{path.name}: line {number} is no progress entry ({error!r}); run it again"
             ) from error
-    return monotonic
+        for name in ("env_steps", "monotonic_s"):
+            if before is not None and getattr(entry, name) <= getattr(before, name):
+                raise Refusal(
+                    Reason.DAMAGED_FILE,
+                    f"{path.name}: line {number} has {name} {getattr(entry, name)} after {getattr(before, name)}; "
+                    "it must grow, run it again",
+                )
+        found[entry.env_steps] = before = entry
+    return found
+
+
+def _progress(line: bytes) -> Progress:
+    content = json.loads(line)
+    iteration, env_steps, seconds = (content[name] for name in Progress._fields)
+    if type(iteration) is not int or type(env_steps) is not int or type(seconds) not in (int, float):
+        raise ValueError("iteration and env_steps must be integers, monotonic_s a number")
+    if not (math.isfinite(seconds) if isinstance(seconds, float) else abs(seconds) < 2**63):
+        raise ValueError("monotonic_s is not finite")
+    return Progress(iteration, env_steps, float(seconds))
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -81,13 +110,13 @@ def read_json(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(Reason.DAMAGED_FILE, f"{path.name} is no JSON ({error}); run it again") from error
     return content if isinstance(content, dict) else {}
 
 
-def find_integer(content: Mapping[str, Any], section: str, key: str) -> int | None:
-    """The integer at `content[section][key]`, or None where there is none."""
+def find_count(content: Mapping[str, Any], section: str, key: str) -> int | None:
+    """The integer from 1 to `MOST` at `content[section][key]`, or None where there is none."""
     inner = content.get(section)
     value = inner.get(key) if isinstance(inner, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int and 1 <= value <= MOST else None

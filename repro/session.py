@@ -13,7 +13,7 @@ from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
 from repro.journal import Journal
-from repro.launch import GRACE_SECONDS, Ended, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -37,8 +37,10 @@ def create_out_dir(wanted: Path) -> Path:
     """Make the folder, or the first of ``-2``, ``-3`` … that is free; a folder with content is never used again.
 
     Raises:
-        UsageError: If it cannot be made.
+        UsageError: If it cannot be made, or its path has no last name to number or is not printable text.
     """
+    if wanted.name in ("", "..") or not str(wanted).isprintable():
+        raise UsageError(f"--out {str(wanted)!a}: give the path of a new folder, for example {REPORTS / 'mine'}")
     number = 1
     while True:
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -112,7 +114,7 @@ def run_cells(
     Returns:
         Whether the session was interrupted.
     """
-    with _sigterm_interrupts(), view:
+    with _signals_interrupt(), view:
         try:
             for cell in plan.runnable:
                 view.started(cell)
@@ -190,8 +192,11 @@ def _any_number(result: Result) -> bool:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM stop the session as Ctrl-C does, so that a stopped container leaves no cell behind."""
+def _signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP stop the session as Ctrl-C does: a stopped container or closed terminal leaves no cell.
+
+    A signal that is ignored stays so, as SIGHUP under nohup.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -199,8 +204,10 @@ def _sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

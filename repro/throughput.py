@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
-from repro.run_files import RunEnd, find_integer, read_json, read_progress, read_run_end
+from repro.run_files import MOST, RunEnd, find_count, read_json, read_progress, read_run_end
 from unilab.names import (
     COMPLETED,
     CONFIG_FILE,
@@ -36,6 +36,10 @@ from unilab.names import (
 SENSITIVITY_TAILS = (0.25, 0.5, 0.75)
 CLOCK_TOLERANCE = 0.01  # relative difference of wall and monotonic time over the window
 GAP_FACTOR = 10.0  # an interval this many times the median one is reported
+GAP_SHARE, GAP_SHARE_FACTOR = 0.05, 3.0  # so is one of this share of the window, where it is not just a short window
+LOST_SHARE = 0.01  # of the window's env steps or updates: with more lost than this, a run does other work
+INVALID_ROWS = "Train/invalid_rows"
+SKIPPED_UPDATES = "Train/skipped_updates"
 _LOSSES = "Loss/"
 
 
@@ -143,10 +147,12 @@ def measure(
     series = _choose_series(log, tag, min_points)
     _check_order(log, series, tag)
     window = _window(log, series, tag, tail)
+    _check_rate(log, window)
     _check_finite(log, window, tag, losses=require_run_end)
     notes = [
-        *_check_end(log, series, end, require_run_end),
+        *_check_end(log, end, require_run_end),
         *_check_clock(run_dir, window, require_run_end),
+        *_check_work(run_dir, log, window),
         *_gap_notes(series, window),
         *_sparse_notes(log, window),
     ]
@@ -164,6 +170,7 @@ def _throughput(
     notes: list[str],
 ) -> Throughput:
     values = series.values[window.first_index :]
+    rows, row_notes = _learner_rows_per_second(run_dir, log, window)
     learning_seconds = _tail_mean(log, LEARNING_TIME, window)
     return Throughput(
         tag=tag,
@@ -178,11 +185,11 @@ def _throughput(
         physics_fraction=_tail_mean(log, PHYSICS_FRACTION, window),
         exposed_ms=_tail_mean(log, EXPOSED_MS, window),
         learner_cycle_ms=None if learning_seconds is None else 1e3 * learning_seconds,
-        learner_rows_per_second=_learner_rows_per_second(run_dir, log, window),
+        learner_rows_per_second=rows,
         mean_reward=_last(log, MEAN_REWARD),
         mean_episode_length=_last(log, MEAN_EPISODE_LENGTH),
         startup_seconds=None if end is None else end.startup_seconds,
-        notes=notes,
+        notes=[*notes, *row_notes],
         steps=series.steps,
         seconds=series.wall_times - series.wall_times[0],
         rates=np.diff(series.steps) / np.diff(series.wall_times),
@@ -212,13 +219,15 @@ def _check_order(log: EventLog, series: Series, tag: str) -> None:
             f"{log.path.name}: {tag} has step {series.steps[i]} at point {i} and {series.steps[i + 1]} at the next; "
             "steps must grow, so this is not one run",
         )
-    times = np.flatnonzero(~(np.diff(series.wall_times) > 0))  # written so that NaN counts as not growing
+    with np.errstate(invalid="ignore", over="ignore"):
+        intervals = np.diff(series.wall_times)
+    times = np.flatnonzero(~((intervals > 0) & np.isfinite(intervals)))  # written so that NaN counts as not growing
     if times.size:
         i = int(times[0])
         raise Refusal(
             Reason.TIME_NOT_INCREASING,
             f"{log.path.name}: {tag} has wall time {series.wall_times[i]:.6f} at point {i} and "
-            f"{series.wall_times[i + 1]:.6f} at the next; the clock was set back, run it again",
+            f"{series.wall_times[i + 1]:.6f} at the next; time must grow, run it again",
         )
 
 
@@ -248,6 +257,15 @@ def _window(log: EventLog, series: Series, tag: str, tail: float) -> Window:
     return window
 
 
+def _check_rate(log: EventLog, window: Window) -> None:
+    if not math.isfinite(window.steps_per_second):
+        raise Refusal(
+            Reason.NON_FINITE,
+            f"{log.path.name}: {window.last_step - window.first_step} steps in {window.seconds:g} s are no rate; "
+            "the times are damaged, run it again",
+        )
+
+
 def _sensitivity(series: Series) -> dict[float, float | None]:
     windows = {tail: _span(series, tail) for tail in SENSITIVITY_TAILS}
     return {tail: window.steps_per_second if window else None for tail, window in windows.items()}
@@ -255,7 +273,7 @@ def _sensitivity(series: Series) -> dict[float, float | None]:
 
 def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None:
     """Refuse non-finite tail values of all tags that become numbers, and of losses: a diverged run does other work."""
-    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME, TRAIN_ITERATION]
+    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME, TRAIN_ITERATION, INVALID_ROWS, SKIPPED_UPDATES]
     if losses:
         reported += sorted(name for name in log.scalars if name.startswith(_LOSSES))
     for name in reported:
@@ -269,7 +287,7 @@ def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None
             )
 
 
-def _check_end(log: EventLog, series: Series, end: RunEnd | None, required: bool) -> list[str]:
+def _check_end(log: EventLog, end: RunEnd | None, required: bool) -> list[str]:
     """Compare the events with the run's own account; a cut tail explains exactly one missing record."""
     notes = []
     if log.scan.cut_tail:
@@ -284,8 +302,12 @@ def _check_end(log: EventLog, series: Series, end: RunEnd | None, required: bool
         if required:
             raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; events were lost or added, copy or run it again")
         notes.append(what)
-    if not log.scan.cut_tail and int(series.steps[-1]) != end.final_env_steps:
-        notes.append(f"the last event is at step {series.steps[-1]}, the run ended at {end.final_env_steps}")
+    last = max(int(points.steps[-1]) for points in log.scalars.values())
+    if not (end.final_env_steps > last if log.scan.cut_tail else end.final_env_steps == last):
+        what = f"the last event is at step {last}, {RUN_END_FILE} says {end.final_env_steps}"
+        if required:
+            raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; the files are not of one run, run it again")
+        notes.append(what)
     return notes
 
 
@@ -293,9 +315,14 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
     """Compare the window's wall time with the monotonic clock of `progress.jsonl`, where there is one."""
     path = run_dir / PROGRESS_FILE
     if not path.exists():
+        if required:
+            raise Refusal(
+                Reason.PROGRESS_MISMATCH,
+                f"{run_dir.resolve().name} has no {PROGRESS_FILE} to check the wall clock by; run it again",
+            )
         return [f"no {PROGRESS_FILE}: the wall clock was not checked"]
-    monotonic = read_progress(path)
-    first, last = monotonic.get(window.first_step), monotonic.get(window.last_step)
+    progress = read_progress(path)
+    first, last = progress.get(window.first_step), progress.get(window.last_step)
     if first is None or last is None:
         what = (
             f"{path.name} lacks env step {window.first_step if first is None else window.last_step} of the event file"
@@ -303,7 +330,7 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
         if required:
             raise Refusal(Reason.PROGRESS_MISMATCH, f"{what}; the files are not of one run, run it again")
         return [f"{what}: the wall clock was not checked"]
-    seconds = last - first
+    seconds = last.monotonic_s - first.monotonic_s
     if not abs(window.seconds - seconds) <= CLOCK_TOLERANCE * seconds:
         raise Refusal(
             Reason.CLOCK_STEP,
@@ -313,16 +340,44 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
     return []
 
 
+def _check_work(run_dir: Path, log: EventLog, window: Window) -> list[str]:
+    """Refuse a window that lost more than `LOST_SHARE` of its transitions or updates; note smaller losses."""
+    updates = find_count(read_json(run_dir / CONFIG_FILE), "algo", "updates_per_step")
+    iterations = _iterations(log, window)
+    done = updates * iterations if updates is not None and iterations is not None else 0.0
+    steps = window.last_step - window.first_step
+    return [
+        *_lost_notes(log, window, INVALID_ROWS, steps, "env steps", Reason.INVALID_PHYSICS),
+        *_lost_notes(log, window, SKIPPED_UPDATES, done, "updates", Reason.SKIPPED_UPDATES),
+    ]
+
+
+def _lost_notes(log: EventLog, window: Window, tag: str, total: float, what: str, reason: Reason) -> list[str]:
+    """Judge the growth of a cumulative counter over the window; every change of it counts as growth."""
+    lost = float(np.abs(np.diff(_tail(log, tag, window)[1])).sum())
+    if not lost:
+        return []
+    of = f"of {total:,.0f} {what} of the window" if total > 0 else f"{what} of an unknown number"
+    found = f"{tag} grew by {lost:,.0f} {of}"
+    if lost > LOST_SHARE * total:
+        raise Refusal(
+            reason,
+            f"{log.path.name}: {found}, more than {LOST_SHARE:.0%}; look into the training before measuring it",
+        )
+    return [f"{found} ({lost / total:.2%})"]
+
+
 def _gap_notes(series: Series, window: Window) -> list[str]:
     intervals = np.diff(series.wall_times[window.first_index :])
     median = float(np.median(intervals))
     longest = int(np.argmax(intervals))
-    if intervals[longest] <= GAP_FACTOR * median:
+    seconds = float(intervals[longest])
+    share = seconds / window.seconds
+    if seconds <= GAP_FACTOR * median and not (share > GAP_SHARE and seconds > GAP_SHARE_FACTOR * median):
         return []
     return [
-        f"a gap of {intervals[longest]:.3f} s after env step {series.steps[window.first_index + longest]}, "
-        f"{intervals[longest] / median:.0f} times the median interval and {intervals[longest] / window.seconds:.1%} "
-        "of the window"
+        f"one pause of {seconds:.3g} s is {share:.0%} of the window, after env step "
+        f"{series.steps[window.first_index + longest]}; the median interval is {median:.3g} s"
     ]
 
 
@@ -357,15 +412,39 @@ def _last(log: EventLog, name: str) -> float | None:
     return float(series.values[-1])
 
 
-def _learner_rows_per_second(run_dir: Path, log: EventLog, window: Window) -> float | None:
-    """Batch of one update x updates of an iteration x ranks x iterations of the window / its wall seconds."""
-    config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
-    batch_size = find_integer(config, "algo", "batch_size")
-    updates = find_integer(config, "algo", "updates_per_step")
-    ranks = find_integer(manifest, "dp_sync", "world_size")
+def _iterations(log: EventLog, window: Window) -> float | None:
+    """Training iterations of the window, or None where its ends do not say theirs."""
     steps, values = _tail(log, TRAIN_ITERATION, window)
     iterations = dict(zip(steps.tolist(), values.tolist(), strict=True))
     first, last = iterations.get(window.first_step), iterations.get(window.last_step)
-    if batch_size is None or updates is None or ranks is None or first is None or last is None:
-        return None
-    return float(batch_size * updates * ranks * (last - first) / window.seconds)
+    return None if first is None or last is None else float(last - first)
+
+
+def _learner_rows_per_second(run_dir: Path, log: EventLog, window: Window) -> tuple[float | None, list[str]]:
+    """Batch of one update x updates of an iteration x ranks x iterations of the window / its wall seconds, and notes.
+
+    None where a size is missing or out of range, or `progress.jsonl` counts other iterations.
+    """
+    config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
+    sizes = {
+        "algo.batch_size": find_count(config, "algo", "batch_size"),
+        "algo.updates_per_step": find_count(config, "algo", "updates_per_step"),
+        "dp_sync.world_size": find_count(manifest, "dp_sync", "world_size"),
+    }
+    iterations = _iterations(log, window)
+    if not (config and manifest) or iterations is None:
+        return None, []
+    unknown = [name for name, size in sizes.items() if size is None]
+    if unknown:
+        return None, [f"no learner rows/s: {unknown[0]} is missing or not from 1 to {MOST}"]
+    if iterations != (counted := _counted_iterations(run_dir, window, iterations)) or iterations <= 0:
+        return None, [f"no learner rows/s: {TRAIN_ITERATION} grew by {iterations:g}, {PROGRESS_FILE} by {counted:g}"]
+    return math.prod(size for size in sizes.values() if size) * iterations / window.seconds, []
+
+
+def _counted_iterations(run_dir: Path, window: Window, otherwise: float) -> float:
+    """Iterations of the window by `progress.jsonl`; `otherwise` where it does not have both ends."""
+    path = run_dir / PROGRESS_FILE
+    progress = read_progress(path) if path.exists() else {}
+    first, last = progress.get(window.first_step), progress.get(window.last_step)
+    return otherwise if first is None or last is None else float(last.iteration - first.iteration)

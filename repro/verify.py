@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from repro.errors import UsageError
+from repro.evidence import unowned
 from repro.figures import installed_version
 from repro.layout import LOGS_DIR, MANIFEST_FILE, REPORT_FILE, RESULT_FILE, RUNS_DIR
 from repro.manifest import check_manifest
@@ -51,6 +52,7 @@ class Verification:
         try:
             read_model(Result, self.folder / RESULT_FILE)
             report = derive_report(self.folder)
+            problems += unowned(self.folder, report.evidence.plan)
         except UsageError as error:
             problems.append(str(error))
         passed = self._conclude("schemas", problems, "ok, plan, host, journal and result fit")

@@ -195,7 +195,7 @@ def _command(options: RunOptions) -> dict[str, Any]:
         "schema_version": names.SCHEMA_VERSION,
         "argv": list(options.argv),
         "environment": {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ},
-        "git": {"commit": "0" * 40, "dirty": False, "diff_sha256": None},
+        "git": _git(),
         "source_sha256": "f" * 64,
         "versions": {"python": "3.12.0", "torch": "2.13.0", "mujoco": "4.0.0", "numpy": "2.3.0"},
         "affinity": [0, 1],
@@ -207,6 +207,14 @@ def _command(options: RunOptions) -> dict[str, Any]:
             "platform": "Linux",
         },
     }
+
+
+def _git() -> dict[str, Any]:
+    """The code that the plan in the working directory names, as a trainer of the same checkout finds it."""
+    facts: dict[str, Any] = {"commit": "0" * 40, "dirty": False, "diff_sha256": None}
+    plan = Path("plan.json")
+    source = json.loads(plan.read_text(encoding="utf-8"))["source"] if plan.is_file() else facts
+    return {name: source[name] for name in facts}
 
 
 def _manifest(options: RunOptions) -> dict[str, Any]:

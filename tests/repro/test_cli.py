@@ -111,6 +111,39 @@ def test_requests_that_cannot_be_met_are_one_line_with_their_code(
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("wanted", ["", ".", "/", "..", "\udcff"])
+def test_a_report_folder_without_a_usable_name_is_one_line(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--matrix", "smoke", "--out", wanted], trainer=["/nonexistent"]) == 2
+    error = capsys.readouterr().err
+    assert "give the path of a new folder" in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_that_names_a_line_end_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["analyze", "a\nb"]) == 2
+    assert capsys.readouterr().err == "repro: a b is not a folder; give the folder of one run\n"
+
+
+def test_analyze_of_hostile_files_is_one_line(
+    fake_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run()
+    for name in ("config.json", "manifest.json", "progress.jsonl", "run_end.json"):
+        whole = (run / name).read_text()
+        (run / name).write_text("[" * 10**5 + "\n")
+        assert main(["analyze", str(run)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("repro: no number: damaged_file: ") and error.count("\n") == 1
+        (run / name).write_text(whole)
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_dry_run_prints_everything_and_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -71,6 +74,67 @@ def test_children_left_behind_are_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.02)
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text().endswith("\n"):
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
+def test_a_killed_suite_leaves_no_cell_behind(tmp_path: Path) -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    suite = (
+        "import os, sys; from pathlib import Path; from repro.launch import run_cell; "
+        f"run_cell([sys.executable, '-c', {program!r}], os.environ, Path('.'), Path('cell.log'), 60)"
+    )
+    with subprocess.Popen(python(suite), cwd=tmp_path) as process:
+        cell = int(wait_for(tmp_path / "cell.log"))
+        assert is_alive(cell)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while is_alive(cell):
+        assert time.monotonic() < deadline, "the cell is still there"
+        time.sleep(0.02)
+
+
+def test_an_interrupt_while_a_cell_starts_ends_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)  # before the caller has the process in hand
+        return started[0]
+
+    monkeypatch.setattr("repro.launch.subprocess.Popen", start)
+    ended = run_cell(python("import time; time.sleep(60)"), os.environ, tmp_path, tmp_path / "cell.log", 60)
+    assert ended.outcome == "interrupted"
+    assert started[0].poll() is not None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_cell_starts_with_the_usual_signals(tmp_path: Path) -> None:
+    program = (
+        "import signal as s; print(s.pthread_sigmask(s.SIG_BLOCK, []), s.getsignal(s.SIGINT) is s.default_int_handler, "
+        "s.getsignal(s.SIGTERM) is s.SIG_DFL)"
+    )
+    log = tmp_path / "cell.log"
+    assert run_cell(python(program), os.environ, tmp_path, log, 60).exit_code == 0
+    assert log.read_text() == "set() True True\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the start itself fails")
+def test_a_trainer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    ended = run_cell(["/nonexistent/trainer"], os.environ, tmp_path, tmp_path / "cell.log", 60)
+    assert ended.reason == "exit code 1: cannot start /nonexistent/trainer: No such file or directory"
 
 
 def test_variables_that_change_the_work_are_taken_out_unless_a_case_sets_them(cell: Cell) -> None:

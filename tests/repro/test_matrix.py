@@ -48,13 +48,43 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ("workers = 1", 'overrides = ["env.cpu_ids=[0]"]', "env.cpu_ids is set by the suite; use workers"),
         ("workers = 1", 'overrides = ["+training.log_dir=x"]', "training.log_dir is set by the suite; "),
         ('name = "toy"', 'name = "Toy run"', "name: string should match pattern"),
+        ('name = "toy"', 'name = "toy\\n"', "name: string should match pattern"),
+        (
+            'reason = "A test."',
+            'reason = "A\\n# test."',
+            "reason: 'A\\n# test.' holds a control character or a line end",
+        ),
+        ('reason = "A test."', 'reason = "A\\u2028test."', "holds a control character or a line end"),
+        ("workers = 1", 'overrides = ["a.b=1\\u0000"]', r"overrides: 'a.b=1\x00' holds a control character"),
+        ("workers = 1", 'overrides = ["a.b=1\\n"]', r"overrides: 'a.b=1\n' holds a control character"),
+        ('FAKE_RATE = "10000"', '"A=B" = "1"', "environment: 'A=B' is no name of a variable"),
+        ('FAKE_RATE = "10000"', '"A\\nB" = "1"', r"environment: 'A\nB' is no name of a variable"),
+        ('FAKE_RATE = "10000"', '"" = "1"', "environment: '' is no name of a variable"),
+        ('FAKE_RATE = "10000"', 'A = "\\u0000"', r"environment: '\x00' holds a control character"),
+        ('FAKE_RATE = "10000"', 'PYTHONPATH = "/x"', "PYTHONPATH changes the code that is measured"),
+        ('FAKE_RATE = "10000"', 'PYTHONHOME = "/x"', "PYTHONHOME changes the code that is measured"),
+        ('FAKE_RATE = "10000"', 'LD_PRELOAD = "/x.so"', "LD_PRELOAD changes the code that is measured"),
+        ("repeats = 2", "repeats = 1" + "0" * 400, "repeats: input should be less than or equal to 10000"),
+        ("repeats = 2", "repeats = 1" + "0" * 5000, "not valid TOML: Exceeds the limit"),
+        ("iterations = 40", "iterations = 1000000001", "iterations: input should be less than or equal to 1000000000"),
+        ("timeout_seconds = 60.0", "timeout_seconds = 1e999", "timeout_seconds"),
+        ("workers = 1", "workers = 99999999999", "workers"),
+        ("repeats = 2", "repeats = " + "[" * 5000 + "]" * 5000, "toy.toml: nested too deeply"),
+        ("repeats = 2", ".".join(5000 * "a") + " = 1", "toy.toml: nested too deeply"),
     ],
 )
 def test_a_wrong_matrix_is_refused_in_one_line(old: str, new: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_matrix(TOY.replace(old, new), "toy.toml")
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_matrix_file_is_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(TOY.encode().replace(b"A test", b"A t\xffst"))
+    with pytest.raises(UsageError, match=r"mine\.toml: not UTF-8 at byte \d+; save it as UTF-8"):
+        load_matrix(str(path))
 
 
 def test_an_unknown_matrix_or_file_is_refused() -> None:
@@ -89,6 +119,12 @@ def test_the_command_line_changes_a_matrix_within_its_limits() -> None:
     assert (changed.iterations, changed.repeats, changed.overrides) == (7, 5, ("algo.gamma=0.9",))
     with pytest.raises(UsageError, match="--repeats 0: must be at least 1"):
         adjust(changed, None, 0, ())
+    with pytest.raises(UsageError, match=r"--iterations 10{400}: must be at most 1000000000"):
+        adjust(changed, 10**400, None, ())
+    with pytest.raises(UsageError, match="holds a control character"):
+        adjust(changed, None, None, ("a.b=1\n",))
+    with pytest.raises(UsageError, match="holds a control character"):
+        adjust(changed, None, None, ("a.b=\udcff",))  # a byte of the command line that is not UTF-8
     with pytest.raises(UsageError, match=r"training\.smoke is set by the suite"):
         adjust(changed, None, None, ("training.smoke=false",))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from session_builder import SOURCE, make_host, toy_matrix
 
 from repro.errors import UsageError
 from repro.matrix import Matrix, load_matrix
-from repro.plan import Plan, interleave, make_plan
+from repro.plan import Cell, Plan, check_plan, interleave, make_plan, same_words
 from repro.schema import canonical_json, parse_model
 
 NOW = datetime(2026, 11, 29, 12, 0, 1, tzinfo=UTC)
@@ -84,7 +85,11 @@ def test_a_prefix_begins_every_name() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"prefix": "../x"}, "--prefix '../x': use small letters"), ({"timeout": 0.0}, "--timeout 0: must be above 0")],
+    [
+        ({"prefix": "../x"}, "--prefix '../x': use small letters"),
+        ({"prefix": "x\n"}, "--prefix"),
+        ({"timeout": 0.0}, "--timeout 0: must be above 0"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -114,3 +119,77 @@ def test_a_plan_survives_its_file() -> None:
     assert parse_model(Plan, canonical_json(plan), "plan.json") == plan
     assert plan.trainer == ("python", "-m", "unilab.train")
     assert plan.created == "2026-11-29T12:00:01Z"
+
+
+@pytest.mark.parametrize("prefix", [None, "mine", "mine_"])
+@pytest.mark.parametrize(
+    ("name", "cpus", "gpus"), [("smoke", 1, 0), ("smoke", 4, 0), ("single", 16, 1), ("single", 4, 0)]
+)
+def test_a_plan_is_what_its_own_matrix_gives(name: str, cpus: int, gpus: int, prefix: str | None) -> None:
+    check_plan(plan_for(load_matrix(name), cpus, gpus, prefix=prefix))
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "problem"),
+    [
+        (1, {"id": "fast_r1"}, "two cells would be called 'fast_r1'"),
+        (1, {"id": "other_r1"}, "id of cell 'other_r1' is not what its own matrix gives"),
+        (1, {"case": "fast"}, "case of cell 'slow_r1'"),
+        (1, {"repeat": 3}, "repeat of cell 'slow_r1'"),
+        (1, {"warmup": True}, "warmup of cell 'slow_r1'"),
+        (1, {"content_sha256": "0" * 64}, "content_sha256 of cell 'slow_r1'"),
+        (1, {"cpu_ids": (1,)}, "cpu_ids of cell 'slow_r1'"),
+        (2, {"arguments": ("--algo", "ppo")}, "arguments of cell 'fast_r1'"),
+        (2, {"environment": {"FAKE_RATE": "99000"}}, "environment of cell 'fast_r1'"),
+    ],
+)
+def test_a_cell_that_its_matrix_does_not_give_is_refused(number: int, change: dict[str, object], problem: str) -> None:
+    plan = plan_for(toy_matrix())
+    cells = list(plan.cells)
+    cells[number] = cells[number].model_copy(update=change)
+    with pytest.raises(UsageError, match=problem):
+        check_plan(plan.model_copy(update={"cells": tuple(cells)}))
+
+
+def test_a_plan_of_other_cells_than_its_matrix_has_is_refused() -> None:
+    plan = plan_for(toy_matrix())
+
+    def with_cells(*cells: Cell) -> Plan:
+        return plan.model_copy(update={"cells": cells})
+
+    with pytest.raises(UsageError, match="id of cell 'fast_r1' is not"):
+        check_plan(with_cells(plan.cells[0], plan.cells[2], plan.cells[1], *plan.cells[3:]))
+    with pytest.raises(UsageError, match="its matrix gives 5 cells, it holds 4"):
+        check_plan(with_cells(*plan.cells[:4]))
+    with pytest.raises(UsageError, match="case 'slow' has no cell"):
+        check_plan(with_cells(plan.cells[2]))
+    more = plan.matrix.model_copy(update={"iterations": 41})
+    with pytest.raises(UsageError, match="content_sha256 of cell 'warmup1_slow'"):
+        check_plan(plan.model_copy(update={"matrix": more}))
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "same"),
+    [
+        ("a=1", "a=1", True),
+        ("a=1", "a=2", False),
+        ("a=<project>/x", "a=<home>/code/x", True),
+        ("a=<home>/x", "a=/root/x", True),
+        ("a=<home>", "a=2", False),
+        ("g1_<user>_flat", "g1_walk_flat", True),
+        ("a=<other>", "a=1", False),
+    ],
+)
+def test_words_are_equal_up_to_what_was_replaced(planned: str, found: str, same: bool) -> None:
+    assert same_words([planned], [found]) == same == same_words([found], [planned])
+    assert not same_words([planned], [])
+
+
+def test_a_published_plan_with_replaced_paths_fits_its_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from repro.redact import Redactor
+    from repro.session import published_plan
+
+    monkeypatch.setattr("pathlib.Path.home", lambda: Path("/home/marie"))
+    plan = published_plan(plan_for(toy_matrix(overrides=("algo.x=/home/marie/y",))), Redactor())
+    assert "algo.x=<home>/y" in plan.cells[0].arguments
+    check_plan(plan)

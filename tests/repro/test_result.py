@@ -31,7 +31,7 @@ def computed(out: Path) -> Result:
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(canonical_json(content))
 
 
 def test_the_committed_schema_is_the_models() -> None:
@@ -90,8 +90,6 @@ def test_the_result_is_a_function_of_the_folder_alone(out: Path, tmp_path: Path)
     ("change", "what"),
     [
         (lambda c: c.update(source_sha256="0" * 64), "source_sha256 ffffffffffff… and 000000000000…"),
-        (lambda c: c["git"].update(commit="1" * 40), "git.commit 000000000000… and 111111111111…"),
-        (lambda c: c["git"].update(dirty=True), "git.dirty false and true"),
         (lambda c: c["versions"].update(torch="2.12.0"), "versions.torch 2.13.0 and 2.12.0"),
         (lambda c: c["versions"].pop("torch"), "versions.torch 2.13.0 and nothing"),
     ],
@@ -109,6 +107,76 @@ def test_mixed_code_inside_a_group_takes_its_numbers(
     assert (result.groups[0].n, result.groups[0].mean, result.groups[1].n) == (0, None, 2)
     assert (result.comparisons[0].ratio, result.comparisons[0].verdict) == (None, "insufficient_data")
     assert result.verdict == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"commit": "1" * 40}, "ran code 111111111111 ("),
+        ({"commit": None, "dirty": None, "diff_sha256": None}, "ran code of an unknown commit (changes unknown), "),
+        ({"diff_sha256": "2" * 64}, " 222222222222), but the plan was made for "),
+        ({"dirty": True}, "(with changes), but"),
+    ],
+)
+def test_a_run_of_other_code_than_the_plan_names_is_refused(out: Path, change: dict[str, Any], said: str) -> None:
+    git = {"commit": "3" * 40, "dirty": False, "diff_sha256": None}
+    for name in ("warmup1_slow", "slow_r1", "slow_r2", "fast_r1", "fast_r2"):
+        edit_json(out / "runs" / name / "command.json", lambda c: c.update(git=git))
+    edit_json(out / "plan.json", lambda plan: plan["source"].update(git))
+    assert computed(out).verdict == "improved"
+    edit_json(out / "runs" / "slow_r2" / "command.json", lambda c: c["git"].update(change))
+    cells = {cell.id: cell for cell in computed(out).cells}
+    reason = cells["slow_r2"].reason or ""
+    assert cells["slow_r2"].status == "refused" and cells["slow_r1"].status == "measured"
+    assert reason.startswith("other_code: ran code ") and said in reason
+    assert reason.endswith("but the plan was made for 333333333333 (without changes)")
+
+
+def test_unknown_code_fits_a_plan_for_unknown_code(out: Path) -> None:
+    unknown = {"commit": None, "dirty": None, "diff_sha256": None}
+    edit_json(out / "plan.json", lambda plan: plan["source"].update(unknown, origin="hash"))
+    for run in (out / "runs").iterdir():
+        edit_json(run / "command.json", lambda c: c.update(git=unknown))
+    assert computed(out).verdict == "improved"
+
+
+def test_runs_that_were_exchanged_are_refused(out: Path) -> None:
+    one, other = out / "runs" / "slow_r1", out / "runs" / "slow_r2"
+    one.rename(out / "x")
+    other.rename(one)
+    (out / "x").rename(other)
+    cells = {cell.id: cell for cell in computed(out).cells}
+    assert cells["slow_r1"].reason == (
+        "not_as_planned: its command was planned with training.log_dir=runs/slow_r1, "
+        "the run says training.log_dir=runs/slow_r2"
+    )
+    assert cells["slow_r2"].status == "refused" and cells["fast_r1"].status == "measured"
+
+
+@pytest.mark.parametrize("start", ["", "./", "<home>/reports/x/", "/root/reports/x/"])
+def test_a_runs_folder_may_be_recorded_in_full(out: Path, start: str) -> None:
+    def rewrite(command: dict[str, Any]) -> None:
+        command["argv"] = [word.replace("log_dir=runs/", f"log_dir={start}runs/") for word in command["argv"]]
+
+    edit_json(out / "runs" / "slow_r1" / "command.json", rewrite)
+    assert computed(out).verdict == "improved"
+
+
+def test_a_run_with_another_command_is_refused(out: Path) -> None:
+    edit_json(out / "runs" / "slow_r1" / "command.json", lambda c: c["argv"].append("algo.num_envs=1"))
+    cell = next(cell for cell in computed(out).cells if cell.id == "slow_r1")
+    assert (cell.reason or "").startswith("not_as_planned: its command was planned with 11 words, the run says 12")
+
+
+def test_events_that_were_copied_between_cells_are_refused(out: Path) -> None:
+    (mine,) = (out / "runs" / "slow_r1").glob("events*")
+    for name in (mine.name, "progress.jsonl", "run_end.json"):
+        shutil.copyfile(out / "runs" / "fast_r1" / name, mine.parent / name)
+    cells = {cell.id: cell for cell in computed(out).cells}
+    for name in ("slow_r1", "fast_r1"):
+        assert cells[name].status == "refused" and cells[name].steps_per_second is None
+        assert cells[name].reason == "copied_events: slow_r1 and fast_r1 have the same event file"
+    assert cells["slow_r2"].status == "measured"
 
 
 def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,8 +29,8 @@ from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
 from repro.result import Result, compute_result
-from repro.schema import read_model
-from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
+from repro.schema import canonical_json, read_model
+from repro.session import _signals_interrupt, create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
 
 FAILING = ("crash", "cut_log", "nan", "clock_step", "no_run_end", "damaged", "duplicate_steps", "exit3")
@@ -165,7 +166,7 @@ def test_only_a_gated_regression_gives_exit_code_1(tmp_path: Path, gate: bool, c
     out = finished_session(tmp_path)
     plan = json.loads((out / PLAN_FILE).read_text())
     plan["matrix"]["comparisons"] = [{"name": "back", "numerator": "slow", "denominator": "fast", "gate": gate}]
-    (out / PLAN_FILE).write_text(json.dumps(plan))
+    (out / PLAN_FILE).write_text(canonical_json(plan))
     evidence = read_evidence(out)
     result = compute_result(evidence)
     assert result.verdict == "regression"
@@ -180,7 +181,7 @@ def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> No
     assert cell.reason == "not_as_planned: world size was planned as 1, the run says 2"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path, number: signal.Signals) -> None:
     matrix, out = tmp_path / "m.toml", tmp_path / "out"
     matrix.write_text(matrix_text({"hang": {"FAKE_MODE": "hang"}, "later": {}}))
@@ -227,6 +228,28 @@ def test_a_folder_with_content_is_never_used_again(tmp_path: Path) -> None:
     assert [second.name, create_out_dir(tmp_path / "r").name] == ["r-2", "r-3"]
     with pytest.raises(UsageError, match="cannot make the report folder"):
         create_out_dir(first / "x" / "y")
+
+
+@pytest.mark.parametrize("wanted", ["", ".", "/", "..", "a/..", "a\nb", os.fsdecode(b"a\xff")])
+def test_a_report_folder_needs_a_name_that_can_be_printed(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"--out .*: give the path of a new folder") as caught:
+        create_out_dir(Path(wanted))
+    assert "\n" not in str(caught.value) and str(caught.value).isascii()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_session_leaves_the_first_alone(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
 
-from repro.events import Reason, Refusal, Series
-from repro.throughput import _first_index, _span, measure
+from repro.events import Reason, Refusal, Series, read_events
+from repro.throughput import INVALID_ROWS, SKIPPED_UPDATES, _first_index, _span, measure
 from unilab import names
 
 FakeRun = Callable[..., Path]
@@ -199,7 +199,14 @@ def test_a_gap_in_time_is_noted(tmp_path: Path) -> None:
     run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
     notes = measure(run_dir, tag="a/rate", require_run_end=False).notes
     # Window 20 to 39: 19 s and the 15 s, median interval 1 s.
-    assert notes[-1] == "a gap of 16.000 s after env step 24, 16 times the median interval and 47.1% of the window"
+    assert notes[-1] == "one pause of 16 s is 47% of the window, after env step 24; the median interval is 1 s"
+
+
+@pytest.mark.parametrize(("pause", "noted"), [(2.9, False), (3.2, True)])
+def test_a_shorter_pause_is_noted_by_its_share_of_the_window(tmp_path: Path, pause: float, noted: bool) -> None:
+    times = [float(i) + (pause - 1.0 if i >= 25 else 0.0) for i in range(40)]
+    run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
+    assert (len(measure(run_dir, tag="a/rate", require_run_end=False).notes) == 3) == noted
 
 
 def test_a_gap_before_the_window_is_not_noted(tmp_path: Path) -> None:
@@ -221,10 +228,54 @@ def test_a_tag_logged_for_a_part_of_the_window_is_noted(tmp_path: Path) -> None:
     assert found.notes[-1] == "Perf/exposed_ms has 2 points in the window of 20"
 
 
-def test_another_final_step_is_noted(fake_run: FakeRun) -> None:
+def test_another_final_step_is_noted_where_no_end_is_required(fake_run: FakeRun) -> None:
+    run_dir = with_end(fake_run(), final_env_steps=976)
+    assert measure(run_dir, require_run_end=False).notes == ["the last event is at step 960, run_end.json says 976"]
+
+
+def test_a_sparse_tag_need_not_reach_the_final_step(fake_run: FakeRun) -> None:
+    run_dir = with_tag(fake_run(), "Eval/x", lambda i: 1.0 if i < 50 else None)
+    assert measure(run_dir, tag="Eval/x").window.last_step == 800
+
+
+@pytest.mark.parametrize(
+    ("tag", "counter", "note"),
+    [
+        (INVALID_ROWS, lambda i: 4.0 * (i > 50), "grew by 4 of 464 env steps of the window (0.86%)"),
+        (SKIPPED_UPDATES, lambda i: 2.0 * (i > 50), "grew by 2 of 232 updates of the window (0.86%)"),
+    ],
+)
+def test_a_small_loss_of_work_is_noted(fake_run: FakeRun, tag: str, counter: Callable[[int], float], note: str) -> None:
+    assert measure(with_tag(fake_run(), tag, counter)).notes == [f"{tag} {note}"]
+
+
+def test_a_loss_of_work_before_the_window_does_not_count(fake_run: FakeRun) -> None:
+    assert measure(with_tag(fake_run(), INVALID_ROWS, lambda i: 16.0 * min(i, 30))).notes == []
+
+
+@pytest.mark.parametrize("size", [-64, 0, 2**31 + 1, 10**400, 64.0, True])
+def test_an_absurd_size_gives_no_learner_rows(fake_run: FakeRun, size: object) -> None:
     run_dir = fake_run()
-    change_json(run_dir / names.RUN_END_FILE, final_env_steps=976)
-    assert measure(run_dir).notes == ["the last event is at step 960, the run ended at 976"]
+    config = json.loads((run_dir / names.CONFIG_FILE).read_text())
+    change_json(run_dir / names.CONFIG_FILE, algo={**config["algo"], "batch_size": size})
+    found = measure(run_dir)
+    assert found.learner_rows_per_second is None
+    assert found.notes == ["no learner rows/s: algo.batch_size is missing or not from 1 to 2147483648"]
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0, 0.0])
+def test_iterations_that_progress_does_not_count_give_no_learner_rows(fake_run: FakeRun, factor: float) -> None:
+    found = measure(with_tag(fake_run(), names.TRAIN_ITERATION, lambda i: factor * i))
+    assert found.learner_rows_per_second is None
+    assert found.notes == [f"no learner rows/s: Train/iteration grew by {29 * factor:g}, progress.jsonl by 29"]
+
+
+def test_times_too_close_for_a_rate_are_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "x"
+    run_dir.mkdir()
+    events = [scalar_event(2**40 * i, 5e-324 * i, {"a/rate": 1.0}) for i in range(1, 41)]
+    write_events(run_dir / "events.out.tfevents.1", events)
+    assert refusal(run_dir, tag="a/rate", require_run_end=False).code == "non_finite"
 
 
 @pytest.mark.parametrize(("tail", "min_points"), [(0.0, 20), (1.1, 20), (-0.5, 20), (math.nan, 20), (0.5, 1)])
@@ -251,6 +302,31 @@ def with_file(run_dir: Path, name: str, content: str) -> Path:
 def without(run_dir: Path, name: str) -> Path:
     (run_dir / name).unlink()
     return run_dir
+
+
+def with_end(run_dir: Path, **fields: Any) -> Path:
+    change_json(run_dir / names.RUN_END_FILE, **fields)
+    return run_dir
+
+
+def with_tag(run_dir: Path, tag: str, value: Callable[[int], float | None]) -> Path:
+    """Write the events again with one tag added or replaced; `value` takes the index of the record."""
+    log = read_events(run_dir)
+    base = log.scalars[names.TOTAL_FPS]
+    events = []
+    for i, (step, time) in enumerate(zip(base.steps.tolist(), base.wall_times.tolist(), strict=True)):
+        tags = {name: float(series.values[i]) for name, series in log.scalars.items()}
+        tags |= {} if (new := value(i)) is None else {tag: new}
+        events.append(scalar_event(step, time, tags))
+    write_events(log.path, events)
+    return run_dir
+
+
+def with_progress(run_dir: Path, line: int, **fields: Any) -> Path:
+    path = run_dir / names.PROGRESS_FILE
+    entries = [json.loads(text) for text in path.read_text().splitlines()]
+    entries[line - 1].update(fields)
+    return with_file(run_dir, path.name, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def with_second_event_file(run_dir: Path) -> Path:
@@ -305,12 +381,24 @@ REFUSED: list[tuple[Reason, Callable[[FakeRun], Path], str]] = [
     (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.MANIFEST_FILE, "{"), names.MANIFEST_FILE),
     (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.PROGRESS_FILE, '{"env_steps":1}\n'), "line 1"),
     (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.PROGRESS_FILE, "{}\nx\n"), "line 1"),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.PROGRESS_FILE, "[" * 10**5 + "\n"), "line 1"),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.CONFIG_FILE, "[" * 10**5), names.CONFIG_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_file(run(), names.RUN_END_FILE, "[" * 10**5), names.RUN_END_FILE),
+    (Reason.DAMAGED_FILE, lambda run: with_end(run(), startup_seconds=math.inf), "startup_seconds"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, monotonic_s=math.inf), "line 7"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, monotonic_s=math.nan), "line 7"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, monotonic_s=10**400), "line 7"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, monotonic_s=1.0), "line 7 has monotonic_s 1.0 after"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, env_steps=96), "line 7 has env_steps 96 after 96"),
+    (Reason.DAMAGED_FILE, lambda run: with_progress(run(), 7, env_steps=112.0), "line 7"),
     (Reason.MISSING_RUN_END, lambda run: run(mode="no_run_end"), names.RUN_END_FILE),
     (Reason.MISSING_RUN_END, lambda run: run(mode="crash"), names.RUN_END_FILE),
     (Reason.MISSING_RUN_END, lambda run: run(mode="hang"), names.RUN_END_FILE),
     (Reason.RUN_FAILED, lambda run: run(mode="failed_end"), "failed"),
     (Reason.EVENT_COUNT_MISMATCH, lambda run: lose_records(run(), 1), "59 summaries and run_end.json counted 60"),
     (Reason.EVENT_COUNT_MISMATCH, lambda run: lose_records(run(mode="cut_log"), 2), "counted 60"),
+    (Reason.EVENT_COUNT_MISMATCH, lambda run: with_end(run(), final_env_steps=976), "run_end.json says 976"),
+    (Reason.EVENT_COUNT_MISMATCH, lambda run: with_end(run(mode="cut_log"), final_env_steps=944), "is at step 944"),
     (Reason.MISSING_TAG, lambda run: run(tags={names.TOTAL_FPS: None}), "nearest are Perf/"),
     (Reason.TOO_FEW_POINTS, lambda run: run(iterations=19), "19 points of Perf/total_fps, fewer than 20"),
     (Reason.STEPS_NOT_INCREASING, lambda run: run(mode="duplicate_steps"), "step 720 at point 44 and 720"),
@@ -320,6 +408,19 @@ REFUSED: list[tuple[Reason, Callable[[FakeRun], Path], str]] = [
     (Reason.NON_FINITE, lambda run: run(mode="nan"), "Loss/critic is nan at step 496 and at 29 more"),
     (Reason.NON_FINITE, lambda run: run(tags={names.TOTAL_FPS: math.inf}), "Perf/total_fps is inf"),
     (Reason.NON_FINITE, lambda run: run(tags={names.EXPOSED_MS: math.nan}), "Perf/exposed_ms is nan"),
+    (Reason.TIME_NOT_INCREASING, lambda run: with_times(run(), lambda i: i if i < 59 else math.inf), "at point 58"),
+    (Reason.TIME_NOT_INCREASING, lambda run: with_times(run(), lambda i: i if i < 50 else math.inf), "at point 49"),
+    (Reason.NON_FINITE, lambda run: with_tag(run(), INVALID_ROWS, lambda i: math.nan), "invalid_rows is nan"),
+    (Reason.INVALID_PHYSICS, lambda run: with_tag(run(), INVALID_ROWS, lambda i: 16.0 * i), "464 of 464 env steps"),
+    (Reason.INVALID_PHYSICS, lambda run: with_tag(run(), INVALID_ROWS, lambda i: 5.0 * (i > 50)), "grew by 5 of 464"),
+    (Reason.SKIPPED_UPDATES, lambda run: with_tag(run(), SKIPPED_UPDATES, lambda i: 8.0 * i), "232 of 232 updates"),
+    (Reason.SKIPPED_UPDATES, lambda run: with_tag(run(), SKIPPED_UPDATES, lambda i: 3.0 * (i > 50)), "3 of 232"),
+    (
+        Reason.SKIPPED_UPDATES,
+        lambda run: without(with_tag(run(), SKIPPED_UPDATES, lambda i: 1.0 * (i > 50)), names.CONFIG_FILE),
+        "grew by 1 updates of an unknown number",
+    ),
+    (Reason.PROGRESS_MISMATCH, lambda run: without(run(), names.PROGRESS_FILE), "has no progress.jsonl"),
     (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", num_envs=7)), "lacks env step 496"),
     (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", iterations=59)), "lacks env step 960"),
     (Reason.CLOCK_STEP, lambda run: run(mode="clock_step"), "the wall clock stepped during the run"),
