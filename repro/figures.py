@@ -43,7 +43,7 @@ def matplotlib_version(svg: bytes) -> str | None:
     """Version of matplotlib that a figure says it was drawn with."""
     _, mark, rest = svg.partition(b"<dc:title>Matplotlib v")
     end = rest.find(b",")
-    return rest[:end].decode() if mark and end > 0 else None
+    return rest[:end].decode(errors="replace") if mark and end > 0 else None
 
 
 def installed_version() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from repro.evidence import Evidence, read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
-from repro.layout import FIGURES_DIR, REPORT_FILE, RESULT_FILE, is_derived
+from repro.layout import FIGURES_DIR, HOST_FILE, REPORT_FILE, RESULT_FILE, is_derived
 from repro.manifest import check_manifest, list_files, write_manifest
 from repro.render import render_report
 from repro.result import Result, compute_result
@@ -75,15 +75,21 @@ def compare_report(out_dir: Path, report: Report) -> tuple[list[str], list[str]]
         if is_derived(name) and name not in report.files
     ]
     remarks = []
+    recorded = report.evidence.host.versions.get("matplotlib")
     for name, expected in report.files.items():
         path = out_dir / name
         found = path.read_bytes() if path.is_file() else None
         if found is None:
             problems.append(f"{name}: missing")
-        elif name.endswith(".svg") and matplotlib_version(found) != installed_version():
+        elif name.endswith(".svg") and matplotlib_version(found) != recorded:
             drawn = matplotlib_version(found) or "an unknown version"
+            problems.append(
+                f"{name}: drawn with matplotlib {drawn}, but {HOST_FILE} records {recorded}; "
+                f"install that version, then: repro report {out_dir}"
+            )
+        elif name.endswith(".svg") and matplotlib_version(found) != installed_version():
             remarks.append(
-                f"{name}: drawn with matplotlib {drawn}, here is {installed_version()}: hash checked, not redrawn"
+                f"{name}: drawn with matplotlib {recorded}, here is {installed_version()}: hash checked, not redrawn"
             )
         elif found != expected:
             problems.append(

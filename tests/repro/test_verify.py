@@ -12,6 +12,8 @@ from session_builder import finished_session, matrix_text, run_session
 from repro.cli import main
 from repro.layout import MANIFEST_FILE, REPORT_FILE, RESULT_FILE
 from repro.manifest import read_manifest, write_manifest
+from repro.report import write_report
+from repro.schema import canonical_json
 from repro.verify import verify
 
 
@@ -125,12 +127,25 @@ def test_a_change_whose_hashes_were_made_to_fit_is_found_by_recomputation(
 
 
 def test_figures_of_another_matplotlib_are_not_redrawn_and_it_says_so(out: Path) -> None:
-    svg = out / "figures" / "rates.svg"
-    svg.write_bytes(svg.read_bytes().replace(b"Matplotlib v", b"Matplotlib v0."))
+    host = json.loads((out / "host.json").read_text())
+    host["versions"]["matplotlib"] = f"0.{host['versions']['matplotlib']}"
+    (out / "host.json").write_text(canonical_json(host))
+    write_report(out)
+    for svg in (out / "figures").iterdir():
+        svg.write_bytes(svg.read_bytes().replace(b"Matplotlib v", b"Matplotlib v0."))
     write_manifest(out)
     passed, lines = checked(out)
     assert passed
     assert any("figures/rates.svg: drawn with matplotlib 0." in line and "hash checked" in line for line in lines)
+
+
+def test_a_figure_of_another_matplotlib_than_the_host_had_fails(out: Path) -> None:
+    svg = out / "figures" / "rates.svg"
+    svg.write_bytes(svg.read_bytes().replace(b"Matplotlib v", b"Matplotlib v0."))
+    write_manifest(out)
+    passed, lines = checked(out)
+    assert not passed and "  figures: FAILED" in lines
+    assert any("figures/rates.svg: drawn with matplotlib 0." in line and "host.json records" in line for line in lines)
 
 
 def test_a_report_can_be_moved(out: Path, tmp_path: Path) -> None:
