@@ -8,6 +8,11 @@ from torch import Tensor
 from unilab.state import StateRegistry
 
 
+def row_width(widths: dict[str, int]) -> int:
+    """Columns of a packed row with these parts, see `ReplayRing`."""
+    return sum(max(width, 1) for width in widths.values())
+
+
 class ReplayRing:
     """A ring of packed float32 transitions.
 
@@ -26,7 +31,7 @@ class ReplayRing:
     def __init__(self, capacity: int, widths: dict[str, int], device: torch.device, registry: StateRegistry) -> None:
         self.capacity = capacity
         self._widths = widths
-        self.width = sum(max(width, 1) for width in widths.values())
+        self.width = row_width(widths)
         self.rows = torch.zeros(capacity + 1, self.width, device=device)
         self.position = registry.tensor("replay/position", torch.zeros((), dtype=torch.int64, device=device))
         self.size = registry.tensor("replay/size", torch.zeros((), dtype=torch.int64, device=device))

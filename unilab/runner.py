@@ -34,7 +34,7 @@ from unilab.names import (
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.process import CollectorProcess
 from unilab.provenance import gpu_facts
-from unilab.replay import ReplayRing
+from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
 from unilab.sac.config import SacParams
 from unilab.sac.learner import SacLearner
@@ -317,7 +317,7 @@ def build_task(config: RunConfig, device: torch.device) -> G1WalkFlat:
     """
     task = G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
     widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
-    check_memory(config, task.spec, sum(max(width, 1) for width in widths.values()), device)
+    check_memory(config, task.spec, row_width(widths), device)
     return task
 
 
