@@ -86,7 +86,10 @@ def _build(folder: Path) -> ctypes.CDLL:
     if result.returncode:
         line = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
         raise NoCLoop(f"{Path(compiler).name} cannot build the C loop: {line}")
-    library = ctypes.CDLL(str(built))  # finds the engine loaded already: the pool and the loop run the same code
+    try:  # it finds the engine loaded already: the pool and the loop run the same code
+        library = ctypes.CDLL(str(built))
+    except OSError as error:  # as where temporary files may not be executed
+        raise NoCLoop(f"the C loop was built but cannot be loaded: {error}") from None
     library.loop_open.restype = ctypes.c_void_p
     library.loop_open.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]
     library.loop_round.argtypes = [ctypes.c_void_p, *3 * [ctypes.c_int], *5 * [ctypes.c_void_p]]

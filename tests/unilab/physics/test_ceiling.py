@@ -120,6 +120,14 @@ def test_a_compiler_that_fails_is_said_so(states_file: Path, tmp_path: Path) -> 
     assert found["c_loop_reason"] == "cc cannot build the C loop: x.c:1: error: mujoco.h: no such file"
 
 
+@pytest.mark.skipif(not LINUX, reason="elsewhere the C loop is refused before")
+def test_a_library_that_cannot_be_loaded_is_said_so(states_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "cc").write_text('#!/bin/sh\nfor last; do :; done\necho no library > "$last"\n')
+    (tmp_path / "cc").chmod(0o755)
+    found = measured("--states", str(states_file), "--seconds", "0.1", "--c-loop", PATH=f"{tmp_path}:/bin:/usr/bin")
+    assert found["c_loop_reason"].startswith("the C loop was built but cannot be loaded: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
