@@ -31,7 +31,7 @@ def build_parser() -> Parser:
         ("analyze", "the metric of one run", _add_analyze),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
-        ("bench", "what parts of a tick can do on this host, measured alone", _add_bench),
+        ("bench", "short benchmarks of this host; nothing is published", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
     return parser
@@ -88,9 +88,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parts = parser.add_subparsers(dest="part", required=True, metavar="PART", parser_class=Parser)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
     for name, summary, add in (("physics", "the mj_step ceiling, beside a plain C loop", _add_bench_physics),):
-        add(parts.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+        add(kinds.add_parser(name, help=summary, description=summary, allow_abbrev=False))
 
 
 def _add_bench_physics(parser: argparse.ArgumentParser) -> None:

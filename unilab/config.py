@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from unilab.physics.spec import PROFILES
+from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
 from unilab.validation import require
@@ -81,11 +81,14 @@ class EnvConfig(G1WalkFlatConfig):
 
     Attributes:
         physics_profile: solver path, `reference`, `exact` or `fast`.
+        physics_groups: groups of environments that take turns on the CPU pool; with 2 the pool steps one group while
+            the other is packed, uploaded, acted on and commanded. What is computed does not depend on it.
         cpu_ids: CPUs of the physics workers, worker i on the i-th; null takes the allowed ones, less one for the
             learner where there is more than one.
     """
 
     physics_profile: str = "exact"
+    physics_groups: int = 2
     cpu_ids: list[int] | None = None
 
     def validate(self) -> None:
@@ -95,6 +98,7 @@ class EnvConfig(G1WalkFlatConfig):
             ValueError: naming the key, what it must be and what it is.
         """
         super().validate()
+        require(self.physics_groups in GROUP_COUNTS, "env.physics_groups", "1 or 2", self.physics_groups)
         require(self.physics_profile in PROFILES, "env.physics_profile", " or ".join(PROFILES), self.physics_profile)
 
 

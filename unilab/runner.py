@@ -1,7 +1,8 @@
 """The training loop of one rank, as named phases.
 
-Tick k: the collector steps physics while the learner updates; then the learner uploads the rows, acts, sends the next
-command, and updates again. The CPU pool does nothing but physics, and only upload, act and download stand in its way.
+In a tick every environment takes one control step. Groups of them take turns: the learner waits for a group's rows,
+uploads them, acts and sends the group's next command, while the pool steps the other group. After a tick's last turn
+the learner updates, while the pool steps the first group again. The CPU pool does nothing but physics.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +19,6 @@ import psutil
 import torch
 
 from unilab.capture import Phase
-from unilab.channel import SLOTS
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import EventLog, Record
@@ -33,6 +34,7 @@ from unilab.names import (
 )
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.process import CollectorProcess
+from unilab.physics.spec import row_groups
 from unilab.provenance import gpu_facts
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
@@ -57,7 +59,7 @@ class Tick:
         committed: monotonic seconds when the tick's transitions were complete and the next command was out.
         wall: seconds since the previous tick's `committed`.
         physics: seconds inside the physics step.
-        stages: milliseconds by tag.
+        stages: milliseconds by tag, summed over the groups.
     """
 
     iteration: int
@@ -95,13 +97,14 @@ class Runner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
         self._metrics = MetricReader(self._update_phase.metrics, self._update_phase.metric_names)
-        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
+        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups)
         try:
-            self._exchange = DeviceExchange(self._collector.channel, self._environment)
+            self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts)
         except BaseException:  # nobody holds the collector yet
             self._collector.close()
             raise
-        self._packed_ns = time.monotonic_ns()
+        self._groups = len(self._act_phase.parts)
+        self._stepped_ns = time.monotonic_ns()
 
     def __enter__(self) -> Runner:
         return self
@@ -110,8 +113,8 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._run_act.release()
-            self._run_update.release()
+            for phase in (*self._run_act, self._run_update):
+                phase.release()
             self._exchange.close()
         finally:  # a device that failed must not keep the collector alive
             self._collector.close()
@@ -142,6 +145,7 @@ class Runner:
                 "profile": spec.profile,
                 "timestep": spec.timestep,
                 "decimation": spec.decimation,
+                "groups": self._groups,
                 "workers": len(self._collector.placement),
                 "placement": self._collector.placement,
             },
@@ -173,8 +177,8 @@ class Runner:
     def _train(self) -> None:
         last = self.warmup_ticks - 1 + self._config.algo.max_iterations
         if self._captured:
-            self._run_act.capture(self.registry)
-            self._run_update.capture(self.registry)
+            for phase in (*self._run_act, self._run_update):
+                phase.capture(self.registry)
         self._begin()
         previous: Tick | None = None
         for number in range(last):
@@ -198,14 +202,16 @@ class Runner:
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
         exploration, update = self._generator("exploration"), self._generator("update")
         self._compiled, self._captured = _execution(algo.algo_params, device)
+        groups = row_groups(algo.num_envs, config.env.physics_groups)
         self._act_phase = ActPhase(
-            self._environment, self._learner, self._replay, exploration, self.registry, self._compiled
+            self._environment, self._learner, self._replay, exploration, self.registry, groups, self._compiled
         )
         self._update_phase = UpdatePhase(
             self._environment, self._learner, self._replay, algo, task.action_dim, update, self.registry
         )
         draws = self.registry.generators()
-        self._run_act = Phase(self._act_phase.run, [draws["random/environment"], exploration])
+        draws_of_acting = [draws["random/environment"], exploration]
+        self._run_act = [Phase(partial(self._act_phase.run, group), draws_of_acting) for group in range(len(groups))]
         self._run_update = Phase(self._update_phase.run, [update])
 
     def _generator(self, stream: str) -> torch.Generator:
@@ -214,37 +220,46 @@ class Runner:
         return self.registry.generator(f"random/{stream}", generator)
 
     def _begin(self) -> None:
-        """Tick 0's command: reset every row and act once."""
+        """Tick 0's commands: reset every row and act once."""
         self._act_phase.begin()
-        self._exchange.download()
         self._committed = time.monotonic()
-        self._collector.command(0)
+        for group in range(self._groups):
+            self._exchange.download(group)
+            self._collector.command(group)
 
     def _tick(self, number: int, is_last: bool) -> Tick:
-        """Wait for physics, upload, act, and send the next command unless this is the last tick."""
-        waited = time.monotonic()
-        header = self._collector.wait(number)
-        arrived = time.monotonic()
-        self._exchange.upload(number % SLOTS)
-        self._run_act()
-        self._exchange.download()
-        self._collector.channel.release(number)
-        if not is_last:
-            self._collector.command(number + 1)
+        """Every group's turn."""
+        turns = [self._turn(number * self._groups + group, is_last) for group in range(self._groups)]
+        stages = {tag: sum(turn[tag] for turn in turns) for tag in turns[0]}
         committed = time.monotonic()
-        stages = {
-            "Perf/learner_collector_wait_ms": 1e3 * (arrived - waited),
-            "Perf/learner_inference_ms": 1e3 * (committed - arrived),
-            "Perf/collector_learner_action_wait_ms": (header["received_ns"] - self._packed_ns) / 1e6,
-            "Perf/collector_env_step_apply_action_ms": (header["applied_ns"] - header["received_ns"]) / 1e6,
-            "Perf/collector_env_step_backend_ms": (header["stepped_ns"] - header["applied_ns"]) / 1e6,
-            "Perf/collector_replay_write_ms": (header["packed_ns"] - header["stepped_ns"]) / 1e6,
-        }
-        physics = (header["stepped_ns"] - header["applied_ns"]) / 1e9
-        wall, self._committed, self._packed_ns = committed - self._committed, committed, header["packed_ns"]
+        wall, self._committed = committed - self._committed, committed
         self.env_steps += self._config.algo.num_envs
         iteration = max(0, number + 2 - self.warmup_ticks)
+        physics = stages["Perf/collector_env_step_backend_ms"] / 1e3
         return Tick(iteration, self.env_steps, committed, wall, physics, stages)
+
+    def _turn(self, turn: int, is_last: bool) -> dict[str, float]:
+        """Wait for a group's rows, upload, act, and send its next command unless there is none; milliseconds by tag."""
+        group = turn % self._groups
+        waited = time.monotonic_ns()
+        header = self._collector.wait(turn)
+        arrived = time.monotonic_ns()
+        self._exchange.upload(turn)
+        self._run_act[group]()
+        self._exchange.download(group)
+        self._collector.channel.release(turn)
+        if not is_last:
+            self._collector.command(turn + self._groups)
+        spans = {
+            "Perf/learner_collector_wait_ms": (waited, arrived),
+            "Perf/learner_inference_ms": (arrived, time.monotonic_ns()),
+            "Perf/collector_learner_action_wait_ms": (self._stepped_ns, header["began_ns"]),
+            "Perf/collector_env_step_apply_action_ms": (header["received_ns"], header["applied_ns"]),
+            "Perf/collector_env_step_backend_ms": (header["began_ns"], header["stepped_ns"]),
+            "Perf/collector_replay_write_ms": (header["packing_ns"], header["packed_ns"]),
+        }
+        self._stepped_ns = header["stepped_ns"]
+        return {tag: (end - start) / 1e6 for tag, (start, end) in spans.items()}
 
     def _update(self, tick: Tick) -> None:
         """Run the update phase while physics runs, once the ring holds enough."""

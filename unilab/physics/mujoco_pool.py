@@ -60,11 +60,12 @@ _READERS: dict[str, Callable[[mujoco_batch.Batch, slice], Values]] = {
     "kd": lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2],
 }
 
-# Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
-# gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
-MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
-    "kp": ("nu", _write_kp),
-    "kd": ("nu", _write_kd),
+# Per-simulation model parameters: the model's size that gives their width, the engine's fields that hold them, and how
+# rows of them are written. Servo gains need no mj_setConst: no constant derives from them (they are not among
+# MjModel._setconst_inputs).
+MODEL_FIELDS: dict[str, tuple[str, tuple[str, ...], Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
+    "kp": ("nu", ("actuator_gainprm", "actuator_biasprm"), _write_kp),
+    "kd": ("nu", ("actuator_biasprm",), _write_kd),
 }
 
 
@@ -109,8 +110,10 @@ class MujocoPool:
         self._sensors = np.empty((num_envs, self._sensor_index.size))
         self._columns, self._reset_columns = spec.columns, spec.reset_columns
         self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
+        self._ids = np.arange(num_envs)
+        _expand(self._batch, spec)
 
-    def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats) -> None:
+    def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats, rows: slice = slice(None)) -> None:
         """Take over one command; nothing is computed until the next `step`.
 
         A reset leaves what mj_resetData leaves (time, warm start and applied forces zero), then the row's qpos, qvel
@@ -121,49 +124,54 @@ class MujocoPool:
             ctrl: servo targets in radians, (N, nu).
             codes: KEEP, RESET or SET_VELOCITY, (N,).
             reset_rows: (N, spec.reset_width); only rows with a code other than KEEP are read.
+            rows: simulations to take it over for; the others may be stepping meanwhile.
 
         Raises:
             ValueError: if a code is unknown.
         """
+        ids, codes, reset_rows = self._ids[rows], codes[rows], reset_rows[rows]
         if ((codes < KEEP) | (codes > SET_VELOCITY)).any():
             raise ValueError(f"row codes are {KEEP}, {RESET} and {SET_VELOCITY}, found {np.unique(codes).tolist()}")
         resets = np.flatnonzero(codes == RESET)
         if resets.size:
-            self._reset(resets, reset_rows[resets])
+            self._reset(ids[resets], reset_rows[resets])
         pushes = np.flatnonzero(codes == SET_VELOCITY)
         if pushes.size:
-            self._qvel[pushes] = reset_rows[pushes, self._reset_columns["qvel"]]
-        self._ctrl[:] = ctrl
+            self._qvel[ids[pushes]] = reset_rows[pushes, self._reset_columns["qvel"]]
+        self._ctrl[rows] = ctrl[rows]
 
-    def step(self) -> None:
-        """Run one control step: `spec.decimation` physics steps with the controls held.
+    def step(self, rows: slice = slice(None)) -> None:
+        """Run one control step of `rows`: `spec.decimation` physics steps with the controls held.
 
-        A simulation in which the engine raises keeps its state; its row says so in `warnings`.
+        While it runs, another thread may `apply` and `pack` other rows, and nothing else. A simulation in which the
+        engine raises keeps its state; its row says so in `warnings`.
         """
         try:
-            self._batch.step(nstep=self._spec.decimation)
+            self._batch.step(self._ids[rows], nstep=self._spec.decimation)
         except mujoco_batch.SimulationError as error:
             self._failed[error.ids] = True
             self.failure = str(error)
 
-    def pack(self, out: Floats) -> None:
-        """Write the ingress rows of all simulations.
+    def pack(self, out: Floats, rows: slice = slice(None)) -> None:
+        """Write the ingress rows of some simulations.
 
         Sensors are one physics step behind qpos and qvel, as mj_step leaves them. `warnings` counts the bad-physics
         warnings since the last `pack`, plus one if the engine raised.
 
         Args:
-            out: (N, spec.width), overwritten.
+            out: (rows, spec.width), overwritten.
+            rows: the simulations.
         """
+        sensors = self._sensors[rows]
         with np.errstate(over="ignore", invalid="ignore"):  # a state that blew up may become infinite
-            out[:, self._columns["qpos"]] = self._qpos
-            out[:, self._columns["qvel"]] = self._qvel
-            np.take(self._sensordata, self._sensor_index, axis=1, out=self._sensors, mode="clip")
-            out[:, self._sensor_columns] = self._sensors
-        out[:, -1] = sum(self._counters, start=self._failed)
+            out[:, self._columns["qpos"]] = self._qpos[rows]
+            out[:, self._columns["qvel"]] = self._qvel[rows]
+            np.take(self._sensordata[rows], self._sensor_index, axis=1, out=sensors, mode="clip")
+            out[:, self._sensor_columns] = sensors
+        out[:, -1] = sum((counter[rows] for counter in self._counters), start=self._failed[rows])
         # Cleared, not subtracted: the reset on a bad state sets the engine's counter back to one.
-        self._batch.warning[:] = 0
-        self._failed[:] = False
+        self._batch.warning[rows] = 0
+        self._failed[rows] = False
 
     def _reset(self, ids: Ids, rows: Floats) -> None:
         columns = self._reset_columns
@@ -171,7 +179,7 @@ class MujocoPool:
         self._qpos[ids] = rows[:, columns["qpos"]]
         self._qvel[ids] = rows[:, columns["qvel"]]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
+            MODEL_FIELDS[name][2](self._batch, ids, rows[:, columns[name]])
 
     @property
     def spec(self) -> PhysicsSpec:
@@ -181,7 +189,7 @@ class MujocoPool:
     @property
     def num_envs(self) -> int:
         """Simulations, N."""
-        return len(self._failed)
+        return len(self._ids)
 
     def inputs(self, rows: slice = slice(None)) -> dict[str, Values]:
         """All that decides what the next `step` does and costs; views where they can be, so copy before stepping.
@@ -206,10 +214,9 @@ class MujocoPool:
         Args:
             snapshot: arrays as in `inputs`, (N, …).
         """
-        everyone = np.arange(self.num_envs)
         self._batch.state[:] = snapshot["state"]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][1](self._batch, everyone, snapshot[name])
+            MODEL_FIELDS[name][2](self._batch, self._ids, snapshot[name])
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
@@ -243,12 +250,19 @@ def save_model(spec: PhysicsSpec, path: Path) -> None:
     mujoco.mj_saveModel(load_model(spec), str(path), None)
 
 
+def _expand(batch: mujoco_batch.Batch, spec: PhysicsSpec) -> None:
+    """Make the model fields per simulation now: later it would wait for a `step` in flight."""
+    for name, _ in spec.model_fields:
+        for field in MODEL_FIELDS[name][1]:
+            batch.expand(field)
+
+
 def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
     for size in ("nq", "nv", "nu"):
         if getattr(spec, size) != getattr(model, size):
             raise ValueError(f"{size}={getattr(spec, size)}, but {spec.scene} has {getattr(model, size)}")
     sensors = {model.sensor(i).name: int(model.sensor_dim[i]) for i in range(model.nsensor)}
-    fields = {name: int(getattr(model, size)) for name, (size, _) in MODEL_FIELDS.items()}
+    fields = {name: int(getattr(model, size)) for name, (size, *_) in MODEL_FIELDS.items()}
     for kind, asked, known in (("sensor", spec.sensors, sensors), ("model field", spec.model_fields, fields)):
         for name, width in asked:
             if name not in known:

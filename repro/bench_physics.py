@@ -1,4 +1,4 @@
-"""`repro bench`: what parts of a tick can do on this host, measured alone."""
+"""`repro bench physics`: what the CPUs of this host give when they do nothing but `mj_step`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Literal, NoReturn
 from repro import text
 from repro.ceiling import Ceiling, run_ceiling
 from repro.errors import HostUnfitError, UsageError
-from repro.host import Host
+from repro.host import Host, find_host
 from repro.launch import Ended, run_cell, trainer_environment
 from repro.place import Cpu, usable_cpus
 from repro.plan import CEILING_SNAPSHOTS, VISIBLE_DEVICES
-from repro.schema import Strict
-from unilab.names import EXIT_HOST_UNFIT, EXIT_USAGE, STATES_FILE
+from repro.schema import Strict, canonical_json
+from unilab.names import EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, STATES_FILE
 
 PROFILES = ("reference", "exact", "fast")
 TRAINING_LIMIT_SECONDS = 900.0
@@ -29,10 +29,6 @@ SMALL = (
     *("training.smoke=true", "algo.num_envs=64", "algo.batch_size=64"),
     *("algo.actor_hidden_dim=64", "algo.critic_hidden_dim=64"),
 )
-
-
-class BenchFailedError(RuntimeError):
-    """A program that the bench started failed; the text says which and how."""
 
 
 class PhysicsRow(Strict):
@@ -79,6 +75,13 @@ class PhysicsBench(Strict):
     rows: tuple[PhysicsRow, ...]
 
 
+def run_bench(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    """Measure and print; returns the exit code. Raises as `bench_physics`."""
+    found = bench_physics(arguments, *find_host(), trainer)
+    sys.stdout.write(canonical_json(found) if arguments.json else "".join(f"{line}\n" for line in physics_lines(found)))
+    return EXIT_OK
+
+
 def bench_physics(
     arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]
 ) -> PhysicsBench:
@@ -93,7 +96,7 @@ def bench_physics(
     Raises:
         UsageError: If there is no such file, or a count or profile cannot be had here.
         HostUnfitError: If this host cannot train.
-        BenchFailedError: If a program failed.
+        ChildProcessError: If a program failed.
     """
     usable = usable_cpus(topology, host.cgroup_cpus)
     counts, profiles = _worker_counts(arguments.workers, usable), _profiles(arguments.profiles)
@@ -173,7 +176,7 @@ def _record(folder: Path, host: Host, environment: Mapping[str, str], trainer: S
     if ended.exit_code != 0:
         _fail(ended, "the training that records states")
     if not (run / STATES_FILE).is_file():
-        raise BenchFailedError(f"the training left no {STATES_FILE}")
+        raise ChildProcessError(f"the training left no {STATES_FILE}")
     return run / STATES_FILE
 
 
@@ -192,7 +195,7 @@ def _fail(ended: Ended, what: str) -> NoReturn:
         raise UsageError(message)
     if ended.exit_code == EXIT_HOST_UNFIT:
         raise HostUnfitError(message)
-    raise BenchFailedError(message)
+    raise ChildProcessError(message)
 
 
 def _summary(found: list[Ceiling]) -> PhysicsBench:

@@ -11,7 +11,7 @@ import pytest
 from session_builder import TRAINER, make_host
 
 from repro.arguments import build_parser
-from repro.bench import PhysicsBench, _worker_counts, bench_physics, physics_lines
+from repro.bench_physics import PhysicsBench, _worker_counts, bench_physics, physics_lines
 from repro.cli import main
 from repro.host import find_host
 from repro.schema import parse_model
@@ -76,7 +76,7 @@ def test_the_training_of_a_gpu_host_is_not_smoke(tmp_path: Path) -> None:
     )
     arguments = build_parser().parse_args(["bench", "physics", *QUICK])
     host, topology = make_host(gpu_count=2)
-    with pytest.raises(RuntimeError, match=r"the training left no physics_states\.npz"):
+    with pytest.raises(ChildProcessError, match=r"the training left no physics_states\.npz"):
         bench_physics(arguments, host, topology, (sys.executable, "-c", code))
     words, visible = json.loads(log.read_text())
     assert visible == "GPU-0" and "training.record_states=8" in words and "training.smoke=true" not in words
@@ -125,7 +125,7 @@ def test_a_bench_needs_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench"])
     assert caught.value.code == 2
-    assert "repro bench: the following arguments are required: PART" in capsys.readouterr().err
+    assert "repro bench: the following arguments are required: KIND" in capsys.readouterr().err
 
 
 def test_cpus_of_a_bench_are_those_that_a_cell_would_get(states: Path) -> None:
