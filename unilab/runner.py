@@ -248,7 +248,9 @@ class Runner:
         self._run_act[group]()
         self._exchange.download(group)
         self._collector.channel.release(turn)
-        if not is_last:
+        if is_last:
+            self._collector.retire()
+        else:
             self._collector.command(turn + self._groups)
         spans = {
             "Perf/learner_collector_wait_ms": (waited, arrived),

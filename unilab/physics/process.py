@@ -71,6 +71,14 @@ class CollectorProcess:
         """
         self._send(turn)
 
+    def retire(self) -> None:
+        """Say, in place of the next group's command, that it gets none any more.
+
+        Raises:
+            CollectorFailed: if it is gone.
+        """
+        self._send(STOP)
+
     def wait(self, turn: int, timeout: float = TURN_TIMEOUT) -> dict[str, int]:
         """Wait until `turn` is published and return its slot header.
 
