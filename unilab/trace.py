@@ -265,7 +265,8 @@ class StageTimer:
     """Stages of a tick on the device, marked while they are queued and read when they are over.
 
     Nothing here waits. `next_tick` begins a tick, `begin` and `end` surround a stage as often as it occurs in it, and
-    `read` gives the stages of the tick before the current one.
+    `read` gives the stages of the tick before the current one. On a device, end a stage before recording the event by
+    which the host learns that it is over, and on the stream it ran on; surround a graph's replay, not its capture.
 
     Args:
         clock: of the device.
