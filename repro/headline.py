@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from repro import text
 from repro.matrix import Comparison, Matrix
-from repro.result import CellResult, ComparisonResult, GroupResult, Result
+from repro.result import ComparisonResult, GroupResult, Result
 
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
@@ -54,35 +55,10 @@ def group_sentence(group: GroupResult) -> str:
     return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread})."
 
 
-def stage_sentence(result: Result, case: str) -> str | None:
-    """Which stage a case waits for and why one can say so, or None where it was not recorded.
-
-    Physics and the learner's update run at the same time, so the longer of the two is what the tick waits for.
-    """
-    cells = [cell for cell in result.cells if cell.case == case and cell.status == "measured"]
-    fraction, exposed, learner = (
-        mean_of(cells, field) for field in ("physics_fraction", "exposed_ms", "learner_cycle_ms")
-    )
-    if fraction is None or exposed is None or learner is None or fraction >= 1:
-        return None
-    physics = exposed * fraction / (1 - fraction)  # exposed is the tick less physics
-    stage, tick = "physics" if physics >= learner else "learner", physics + exposed
-    return (
-        f"{stage} in `{case}` (physics takes {text.number(physics)} ms of a tick of {text.number(tick)} ms, "
-        f"the learner's update beside it {text.number(learner)} ms)"
-    )
-
-
-def mean_of(cells: list[CellResult], field: str) -> float | None:
-    """Mean of one field over the runs that have it; None when none has."""
-    values = [value for cell in cells if (value := getattr(cell, field)) is not None]
-    return fmean(values) if values else None
-
-
-def closing_lines(result: Result, matrix: Matrix, report: str, next_step: str) -> list[str]:
-    """The six last lines of ``repro run``; the last one is the report's path alone."""
+def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], report: str, next_step: str) -> list[str]:
+    """The six last lines of ``repro run``; the last one is the report's path alone. `stages` say what bounds a case."""
     cases = [*(item.numerator for item in matrix.comparisons), *(case.name for case in matrix.cases)]
-    stage = next(filter(None, (stage_sentence(result, case) for case in cases)), None)
+    stage = next((stages[case] for case in cases if case in stages), None)
     smoke = "SMOKE, not a benchmark: " if result.smoke else ""
     probes = (
         f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"

@@ -36,6 +36,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
+TRACE_OVERRIDE = "training.trace_enabled=true"  # what --trace adds to every run
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
     "training.log_dir": "the suite gives every cell its own folder; use --out",

@@ -9,16 +9,18 @@ from typing import Any
 import jinja2
 
 from repro import text
+from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
-from repro.headline import headline, stage_sentence
+from repro.headline import headline
 from repro.host import Host
-from repro.layout import MANIFEST_FILE, RESULT_FILE
+from repro.layout import MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.matrix import Matrix
 from repro.plan import VISIBLE_DEVICES, shell_command
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.text import count_of, markdown_table
+from unilab.names import TRACE_FILE
 
 WEAK_SCALING = (
     "Cases compare whole configurations. Where ranks are added, environments, batch, collectors and CPU quota grow "
@@ -43,7 +45,6 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
     """Everything the template shows, as finished text; empty where a section has nothing to say."""
     matrix = evidence.plan.matrix
     measured = any(group.n for group in result.groups)
-    cases = [case.name for case in matrix.cases]
     what = f"{matrix.algo} on {matrix.task} ({matrix.sim}), matrix {matrix.name}"
     return {
         "title": f"{'SMOKE: ' if result.smoke else ''}{what}",
@@ -54,7 +55,10 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "groups": _groups(result) if measured else "",
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
-        "stages": "; ".join(filter(None, (stage_sentence(result, case) for case in cases))),
+        "stages": "; ".join(bounding_stages(evidence).values()),
+        "pool": pool_table(evidence) if measured else "",
+        "learner": learner_table(evidence) if measured else "",
+        "missing_stages": missing_tags(evidence),
         "rates_figure": RATES_FIGURE if measured else "",
         "steps_figure": STEPS_FIGURE if measured else "",
         "problems": _problems(evidence),
@@ -158,6 +162,12 @@ def _notes(evidence: Evidence) -> list[str]:
         difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
         if difference is not None:
             notes.append(f"{item.name}: no ratio, since the two cases ran different code: {difference}")
+    traces = [name for name in evidence.inputs if name.startswith(f"{RUNS_DIR}/") and name.endswith(f"/{TRACE_FILE}")]
+    if traces:
+        notes.append(
+            f"{count_of(len(traces), 'run')} wrote a timeline, `{TRACE_FILE}` beside its events, for ui.perfetto.dev; "
+            "rates include what writing it costs."
+        )
     cleared = evidence.plan.cleared_environment
     if cleared:
         notes.append(f"Taken out of the inherited environment of every run: {', '.join(cleared)}.")

@@ -46,6 +46,7 @@ class TrainingConfig:
         log_dir: the exact run directory instead of a generated one.
         no_play: skip video and export after training.
         export_onnx: export the policy after training.
+        trace_enabled: write a timeline of both processes and the device.
     """
 
     task_name: str = "G1WalkFlat"
@@ -59,6 +60,7 @@ class TrainingConfig:
     log_dir: str | None = None
     no_play: bool = False
     export_onnx: bool = True
+    trace_enabled: bool = False
 
     def validate(self) -> None:
         """Check ranges.

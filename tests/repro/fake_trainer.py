@@ -72,6 +72,7 @@ class RunOptions:
     smoke: bool = True
     jitter: float = 0.2  # of one iteration, on the times between the quarter points of the run
     argv: tuple[str, ...] = ()
+    trace: bool = False
     tags: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -87,6 +88,9 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     damage = {"cut_log": "cut", "damaged": "flip"}.get(options.mode)
     write_events(run_dir / f"{names.EVENT_FILE_PREFIX}{int(WALL_START)}", records, damage)
     _write_progress(run_dir / names.PROGRESS_FILE, options, seconds[:count])
+    if options.trace:
+        span = {"ph": "X", "pid": 1, "tid": 1, "name": "Batch.step", "ts": 1e6 * MONOTONIC_START, "dur": 9e5 / 1e3}
+        (run_dir / names.TRACE_FILE).write_text(f"[\n{json.dumps(span)}\n]\n", encoding="utf-8")
     if options.mode not in ("crash", "hang", "no_run_end"):
         _write_json(run_dir / names.RUN_END_FILE, _run_end(options, seconds))
     return run_dir
@@ -155,6 +159,12 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
         names.LEARNING_TIME: 0.3 * tick,
         names.PHYSICS_FRACTION: 0.9,
         names.EXPOSED_MS: 100.0 * tick,
+        names.COLLECTOR_WAIT_MS: 920.0 * tick,
+        names.INFERENCE_MS: 60.0 * tick,
+        names.ACTION_WAIT_MS: 70.0 * tick,
+        names.APPLY_MS: 10.0 * tick,
+        names.BACKEND_MS: 900.0 * tick,
+        names.PACK_MS: 15.0 * tick,
     }
     tags.update(options.tags)
     return {tag: value for tag, value in tags.items() if value is not None}
@@ -303,6 +313,7 @@ def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list
         task=task,
         smoke=bool(overrides.get("training.smoke", False)),
         argv=tuple(argv),
+        trace=bool(overrides.get("training.trace_enabled", False)),
     )
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
@@ -218,7 +218,7 @@ def test_a_session_ends_with_six_lines_and_the_path(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-6].startswith("SMOKE, not a benchmark: fast runs at 1.")
     assert lines[-5] == "share of the physics ceiling: not measured"
-    assert lines[-4].startswith("bounding stage: physics in fast (physics takes ")
+    assert lines[-4].startswith("bounding stage: upload, act, download and command in fast (costs the")
     assert lines[-3] == "probes: none"
     assert lines[-2].startswith("next: repro verify reports/")
     report = Path(lines[-1])
