@@ -8,6 +8,7 @@ It never uses a logged rate: those are float32 means of per-iteration rates and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -96,6 +97,7 @@ class Throughput:
         steps: cumulative env steps of every point, `(N,)`.
         seconds: wall seconds of every point since the first, `(N,)`.
         rates: env steps per second of every interval, `(N - 1,)`.
+        scalars: every point of every tag of the event file.
     """
 
     tag: str
@@ -118,6 +120,7 @@ class Throughput:
     steps: NDArray[np.int64]
     seconds: NDArray[np.float64]
     rates: NDArray[np.float64]
+    scalars: Mapping[str, Series]
 
 
 def measure(
@@ -193,6 +196,7 @@ def _throughput(
         steps=series.steps,
         seconds=series.wall_times - series.wall_times[0],
         rates=np.diff(series.steps) / np.diff(series.wall_times),
+        scalars=log.scalars,
     )
 
 
