@@ -31,7 +31,7 @@ from repro.report import derive_report
 from repro.result import LearningResult, Result, compute_result
 from repro.run_files import read_run_end
 from repro.schema import canonical_json, read_model
-from repro.session import default_out_dir
+from repro.session import default_out_dir, next_step
 from repro.throughput import measure
 from repro.verify import verify
 from unilab.names import CONFIG_FILE, MEAN_EPISODE_LENGTH, MEAN_REWARD
@@ -271,6 +271,7 @@ def test_a_session_that_walks_is_published_and_verifies(walked: Path) -> None:
     assert verify([walked], lines.append), lines
     assert lines[-1].endswith(", 2 runs recomputed")
     assert main(["report", str(walked), "--check"]) == 0
+    assert next_step(result, walked, "repro").endswith("on a host with a GPU: repro run --matrix learning")
 
 
 def test_the_page_is_about_learning_and_gives_no_verdict_on_speed(walked: Path) -> None:
