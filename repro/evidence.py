@@ -14,6 +14,7 @@ from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, same_words
 from repro.run_files import read_json
@@ -54,6 +55,7 @@ class CellEvidence:
         throughput: The measurement, or None.
         fingerprint: What must be equal within a group: commit, difference, source hash, versions. None without a run.
         has_run: Whether there is a run directory.
+        learning: Its learning curves, or None where the matrix is not about learning.
     """
 
     cell: Cell
@@ -62,6 +64,7 @@ class CellEvidence:
     throughput: Throughput | None
     fingerprint: Mapping[str, str] | None
     has_run: bool
+    learning: Learning | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +179,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     run_dir = out_dir / cell.run
     try:
         throughput = measure(run_dir)
+        learning = learn(run_dir, throughput) if plan.matrix.learning else None
         config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
         command = read_json(run_dir / COMMAND_FILE)
     except Refusal as refusal:
@@ -189,7 +193,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
         return CellEvidence(cell, "refused", wrong, None, None, True)
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
     return CellEvidence(
-        cell, "discarded" if cell.warmup else "measured", None, throughput, fingerprint(command), has_run=True
+        cell, "discarded" if cell.warmup else "measured", None, throughput, fingerprint(command), True, learning
     )
 
 

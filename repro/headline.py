@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from repro import text
+from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix
-from repro.result import ComparisonResult, GroupResult, Result
+from repro.result import ComparisonResult, GroupResult, LearningResult, Result
 
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
@@ -21,6 +22,9 @@ ONE_RUN = "one run, no interval"
 def headline(result: Result, matrix: Matrix) -> str:
     """The answer of the matrix in one line."""
     parts = [_incomplete(result)] if result.verdict == "incomplete" else []
+    if matrix.learning:
+        parts += [learning_sentence(found, case_of(result, found)) for found in result.learning]
+        return " ".join(parts) or "Nothing was measured."
     parts += [
         comparison_sentence(found, item, matrix.margin)
         for found, item in zip(result.comparisons, matrix.comparisons, strict=True)
@@ -45,6 +49,23 @@ def comparison_sentence(found: ComparisonResult, item: Comparison, margin: float
         )
     words = VERDICT_WORDS[found.verdict].format(margin=text.percent(margin))
     return f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` ({spread}): {words}."
+
+
+def learning_sentence(found: LearningResult, case: str) -> str:
+    """Whether a policy walks, and the numbers that say so; one that does not begins with that."""
+    if found.episode_length is None:
+        return f"`{case}` does not walk: no episode ended (seed {found.seed})."
+    length = f"mean episode length {text.number(found.episode_length, 1)} control steps"
+    outcome = f"return {text.number(found.episode_return, 1)} after {text.rate(found.env_steps)} env steps"
+    trained = f"{outcome}, {text.duration(found.wall_seconds)}, seed {found.seed}"
+    if not found.walks:
+        return f"`{case}` does not walk: {length}, {WALKING_LENGTH:g} are needed ({trained})."
+    return f"`{case}` walks: {length} ({trained})."
+
+
+def case_of(result: Result, found: LearningResult) -> str:
+    """Name of the case that a learning result belongs to."""
+    return next(cell.case for cell in result.cells if cell.run == found.run)
 
 
 def group_sentence(group: GroupResult) -> str:

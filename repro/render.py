@@ -15,6 +15,7 @@ from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import headline
 from repro.host import Host
 from repro.layout import MANIFEST_FILE, RESULT_FILE, RUNS_DIR
+from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Matrix
 from repro.plan import VISIBLE_DEVICES, shell_command
 from repro.provenance import Source
@@ -30,6 +31,10 @@ WEAK_SCALING = (
 
 def render_report(evidence: Evidence, result: Result) -> str:
     """Return the text of report.md; the same folder gives the same bytes."""
+    return _fill("report.md.j2", report_context(evidence, result))
+
+
+def _fill(template: str, context: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -37,8 +42,8 @@ def render_report(evidence: Evidence, result: Result) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, not HTML
     )
-    source = (resources.files("repro") / "templates" / "report.md.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(report_context(evidence, result))
+    source = (resources.files("repro") / "templates" / template).read_text(encoding="utf-8")
+    return environment.from_string(source).render(context)
 
 
 def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
@@ -52,6 +57,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "smoke": result.smoke,
         "question": matrix.reason,
         "session": _session(evidence),
+        "learning": _fill("learning.md.j2", learning_context(evidence, result)).strip() if result.learning else "",
         "groups": _groups(result) if measured else "",
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
@@ -59,7 +65,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "pool": pool_table(evidence) if measured else "",
         "learner": learner_table(evidence) if measured else "",
         "missing_stages": missing_tags(evidence),
-        "rates_figure": RATES_FIGURE if measured else "",
+        "rates_figure": RATES_FIGURE if measured and not matrix.learning else "",
         "steps_figure": STEPS_FIGURE if measured else "",
         "problems": _problems(evidence),
         "runs": _runs(result),
@@ -244,7 +250,7 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
             "SMOKE: eager CPU execution with small networks and batches. No rate here says anything about a GPU."
         )
     limits += [
-        f"Convergence was not verified: a run has {count_of(matrix.iterations, 'iteration')}; learning is not judged.",
+        learning_limit(matrix, result),
         *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),

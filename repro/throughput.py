@@ -107,6 +107,7 @@ class Throughput:
         steps: cumulative env steps of every point, `(N,)`.
         seconds: wall seconds of every point since the first, `(N,)`.
         rates: env steps per second of every interval, `(N - 1,)`.
+        scalars: every point of every tag of the event file.
     """
 
     tag: str
@@ -130,6 +131,7 @@ class Throughput:
     steps: NDArray[np.int64]
     seconds: NDArray[np.float64]
     rates: NDArray[np.float64]
+    scalars: Mapping[str, Series]
 
 
 def measure(
@@ -206,6 +208,7 @@ def _throughput(
         steps=series.steps,
         seconds=series.wall_times - series.wall_times[0],
         rates=np.diff(series.steps) / np.diff(series.wall_times),
+        scalars=log.scalars,
     )
 
 

@@ -11,6 +11,8 @@ Environment variables:
     FAKE_RATE     env steps per second, default 10,000 for each CPU of `env.cpu_ids` (one when there is no list)
     FAKE_NOISE    relative half-width of the noise of the rate between runs, default 0.01; drawn from `algo.seed` and
                   the name of the run directory, so the same run repeats exactly
+    FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
+    FAKE_TRACKING set to anything: log both tracking errors
     FAKE_SECONDS  real seconds the process lives before it ends, default 0
 """
 
@@ -46,6 +48,7 @@ MODES = {
     "duplicate_steps": "two neighbouring events of the tail carry the same step, exit 0",
     "exit3": "no run directory, one line, exit 3",
 }
+TRACKING_ERRORS: dict[str, float | None] = {"Episode/tracking_error_lin": 0.125, "Episode/tracking_error_ang": 0.25}
 WALL_START = 1_790_000_000.0  # s since 1970; any fixed instant, so that the files repeat byte for byte
 MONOTONIC_START = 1_000.0  # s
 STARTUP_SECONDS = 3.5
@@ -73,6 +76,7 @@ class RunOptions:
     jitter: float = 0.2  # of one iteration, on the times between the quarter points of the run
     argv: tuple[str, ...] = ()
     trace: bool = False
+    final_length: float = 100.0  # mean episode length in control steps that a run grows to from 20, linearly
     tags: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -149,8 +153,8 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
     nan = options.mode == "nan" and progress >= 0.5
     tags: dict[str, float | None] = {
         names.TRAIN_ITERATION: iteration,
-        names.MEAN_REWARD: -2.0 + 20.0 * progress,
-        names.MEAN_EPISODE_LENGTH: 20.0 + 80.0 * progress,
+        names.MEAN_REWARD: -2.0 + (options.final_length / 4.0 - 5.0) * progress,
+        names.MEAN_EPISODE_LENGTH: 20.0 + (options.final_length - 20.0) * progress,
         "Loss/actor": -1.0 - progress,
         "Loss/critic": math.nan if nan else 4.0 - 3.0 * progress,
         "Loss/temperature": 0.01,
@@ -314,6 +318,8 @@ def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list
         smoke=bool(overrides.get("training.smoke", False)),
         argv=tuple(argv),
         trace=bool(overrides.get("training.trace_enabled", False)),
+        final_length=float(os.environ.get("FAKE_LENGTH", defaults.final_length)),
+        tags=dict(TRACKING_ERRORS) if "FAKE_TRACKING" in os.environ else {},
     )
 
 
