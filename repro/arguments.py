@@ -31,6 +31,7 @@ def build_parser() -> Parser:
         ("analyze", "the metric of one run", _add_analyze),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
+        ("bench", "what parts of a tick can do on this host, measured alone", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
     return parser
@@ -85,3 +86,19 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
     )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART", parser_class=Parser)
+    for name, summary, add in (("physics", "the mj_step ceiling, beside a plain C loop", _add_bench_physics),):
+        add(parts.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+
+
+def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--states", metavar="FILE", type=Path, help="recorded states (default: record a short training)"
+    )
+    parser.add_argument("--workers", metavar="N,N", help="worker counts (default: one, all CPUs but one, all)")
+    parser.add_argument("--profiles", metavar="P,P", help="solver paths (default: reference,exact,fast)")
+    parser.add_argument("--seconds", metavar="S", type=float, default=4.0, help="of each measurement (default 4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")

@@ -67,6 +67,8 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _analyze(arguments)
         case "report":
             return _report(arguments)
+        case "bench":
+            return _bench(arguments, trainer)
         case _:
             return _verify(arguments)
 
@@ -218,6 +220,18 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
     return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def _bench(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    from repro.bench import BenchFailedError, bench_physics, physics_lines
+
+    host, topology = find_host()
+    try:
+        found = bench_physics(arguments, host, topology, trainer)
+    except BenchFailedError as error:
+        return _refuse(str(error), EXIT_FAILED)
+    sys.stdout.write(canonical_json(found) if arguments.json else _lines(physics_lines(found)))
+    return EXIT_OK
 
 
 def program_name(started_as: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from repro import text
 from repro.plan import Cell, Plan, shell_command
 
+CEILING_LINE = "after each measured run its physics states are stepped again on the same CPUs: the physics ceiling"
+
 
 def plan_lines(plan: Plan) -> list[str]:
     """Describe a plan: table of cells, changes of the environment, one command for each case that can run."""
@@ -15,6 +17,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"matrix {matrix.name}{smoke}: {matrix.reason}",
         f"{text.count_of(len(plan.runnable), 'run')}, about {text.duration(plan.estimated_seconds)}, "
         f"at most {text.duration(plan.timeout_seconds)} each",
+        *([CEILING_LINE] if matrix.ceiling else []),
         "",
         _table(plan),
         "",

@@ -8,7 +8,7 @@ from statistics import fmean
 from repro import text
 from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix
-from repro.result import ComparisonResult, GroupResult, LearningResult, Result
+from repro.result import CellResult, ComparisonResult, GroupResult, LearningResult, Result
 
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
@@ -76,6 +76,23 @@ def group_sentence(group: GroupResult) -> str:
     return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread})."
 
 
+def ceiling_share(result: Result, case: str) -> float | None:
+    """Mean share of the same-run physics ceiling over the runs of a case that have one."""
+    return mean_of([cell for cell in result.cells if cell.case == case], "ceiling_share")
+
+
+def ceiling_shares(result: Result) -> str:
+    """The share of every case that has one, as in ``n1 97.1 %``; empty where none has."""
+    shares = {group.case: ceiling_share(result, group.case) for group in result.groups}
+    return ", ".join(f"{case} {text.percent(share)}" for case, share in shares.items() if share is not None)
+
+
+def mean_of(cells: list[CellResult], field: str) -> float | None:
+    """Mean of one field over the runs that have it; None when none has."""
+    values = [value for cell in cells if (value := getattr(cell, field)) is not None]
+    return fmean(values) if values else None
+
+
 def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], report: str, next_step: str) -> list[str]:
     """The six last lines of ``repro run``; the last one is the report's path alone. `stages` say what bounds a case."""
     cases = [*(item.numerator for item in matrix.comparisons), *(case.name for case in matrix.cases)]
@@ -84,10 +101,9 @@ def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], rep
     probes = (
         f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"
     )
-    shares = [cell.ceiling_share for cell in result.cells if cell.ceiling_share is not None]
     return [
         f"{smoke}{headline(result, matrix)}".replace("`", ""),
-        f"share of the physics ceiling: {text.percent(fmean(shares)) if shares else 'not measured'}",
+        f"share of the physics ceiling: {ceiling_shares(result) or 'not measured'}",
         f"bounding stage: {stage.replace('`', '') if stage else 'not measured'}",
         f"probes: {probes}",
         f"next: {next_step}",

@@ -8,6 +8,7 @@ HOST_FILE = "host.json"
 JOURNAL_FILE = "journal.jsonl"
 RUNS_DIR = "runs"
 LOGS_DIR = "logs"
+CEILING_FILE = "ceiling.json"  # in the folder of a run
 
 # Derived: a function of the raw files.
 RESULT_FILE = "result.json"

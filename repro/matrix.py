@@ -50,6 +50,7 @@ OWNED_KEYS = {
     "training.no_play": "the suite always sets it to true",
     "training.smoke": "it follows the matrix's smoke flag",
     "algo.max_iterations": "use iterations in the matrix or --iterations",
+    "training.record_states": "use ceiling = true in the matrix",
     "env.cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
@@ -132,6 +133,7 @@ class Matrix(Strict):
         timeout_seconds: Limit for one cell.
         startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
+        ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -152,6 +154,7 @@ class Matrix(Strict):
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
+    ceiling: bool = False
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]

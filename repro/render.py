@@ -12,7 +12,7 @@ from repro import text
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
-from repro.headline import headline
+from repro.headline import ceiling_share, ceiling_shares, headline
 from repro.host import Host
 from repro.layout import MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
@@ -58,7 +58,8 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "question": matrix.reason,
         "session": _session(evidence),
         "learning": _fill("learning.md.j2", learning_context(evidence, result)).strip() if result.learning else "",
-        "groups": _groups(result) if measured else "",
+        "groups": _groups(result, matrix.ceiling) if measured else "",
+        "ceiling": matrix.ceiling,
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
         "stages": "; ".join(bounding_stages(evidence).values()),
@@ -68,7 +69,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "rates_figure": RATES_FIGURE if measured and not matrix.learning else "",
         "steps_figure": STEPS_FIGURE if measured else "",
         "problems": _problems(evidence),
-        "runs": _runs(result),
+        "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
@@ -89,7 +90,7 @@ def _session(evidence: Evidence) -> str:
     return f"on {evidence.plan.created[:10]} (UTC){took}, {count_of(ran, 'run')} one after the other"
 
 
-def _groups(result: Result) -> str:
+def _groups(result: Result, ceiling: bool) -> str:
     rows = [
         [
             group.case,
@@ -97,10 +98,12 @@ def _groups(result: Result) -> str:
             text.rate(group.mean),
             text.rate(group.sd),
             text.interval(group.ci_low, group.ci_high),
+            *([text.percent(ceiling_share(result, group.case))] if ceiling else []),
         ]
         for group in result.groups
     ]
-    return markdown_table(("case", "n", "geometric mean, env steps/s", "sd", "95 % interval"), rows, "lrrrr")
+    headers = ("case", "n", "geometric mean, env steps/s", "sd", "95 % interval", *(["ceiling share"] * ceiling))
+    return markdown_table(headers, rows, "lrrrr" + "r" * ceiling)
 
 
 def _comparisons(evidence: Evidence, result: Result) -> str:
@@ -128,10 +131,11 @@ def _comparison_note(evidence: Evidence) -> str:
     )
 
 
-def _runs(result: Result) -> str:
+def _runs(result: Result, ceiling: bool) -> str:
     headers = (
         *("run", "status", "env steps/s", "tail mean of `Perf/total_fps`", "rows/s"),
         *("physics share", "exposed ms", "learner ms", "start-up s"),
+        *(["ceiling share"] * ceiling),
     )
     rows = [
         [
@@ -139,10 +143,11 @@ def _runs(result: Result) -> str:
             *(text.rate(cell.tail_mean_total_fps), text.rate(cell.learner_rows_per_second)),
             *(text.percent(cell.physics_fraction), text.number(cell.exposed_ms), text.number(cell.learner_cycle_ms)),
             text.number(cell.startup_seconds, 1),
+            *([text.percent(cell.ceiling_share)] if ceiling else []),
         ]
         for cell in result.cells
     ]
-    return markdown_table(headers, rows, "llrrrrrrr")
+    return markdown_table(headers, rows, "llrrrrrrr" + "r" * ceiling)
 
 
 def _sensitivity(evidence: Evidence) -> str:
@@ -164,6 +169,11 @@ def _problems(evidence: Evidence) -> str:
 
 def _notes(evidence: Evidence) -> list[str]:
     notes = [f"{item.cell.id}: {note}" for item in evidence.cells if item.throughput for note in item.throughput.notes]
+    notes += [
+        f"{item.cell.id}: no share of the physics ceiling: {item.ceiling_reason}"
+        for item in evidence.cells
+        if item.ceiling_reason is not None
+    ]
     for item in evidence.plan.matrix.comparisons:
         difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
         if difference is not None:
@@ -254,7 +264,9 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
-        "The physics ceiling of the host was not measured and no correctness probe ran.",
+        "No correctness probe ran."
+        if ceiling_shares(result)
+        else "The physics ceiling of the host was not measured and no correctness probe ran.",
     ]
     if evidence.plan.source.dirty:
         limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")

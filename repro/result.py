@@ -179,7 +179,7 @@ def _cell(item: CellEvidence) -> CellResult:
         learner_rows_per_second=_rounded(measured.learner_rows_per_second if measured else None),
         tail_mean_total_fps=_rounded(measured.tail_mean if measured else None),
         physics_fraction=_rounded(measured.physics_fraction if measured else None),
-        ceiling_share=None,
+        ceiling_share=_rounded(measured.steps_per_second / item.ceiling if measured and item.ceiling else None),
         exposed_ms=_rounded(measured.exposed_ms if measured else None),
         learner_cycle_ms=_rounded(measured.learner_cycle_ms if measured else None),
         startup_seconds=_rounded(measured.startup_seconds if measured else None),

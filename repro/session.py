@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
@@ -122,9 +123,9 @@ def run_cells(
         try:
             for cell in plan.runnable:
                 view.started(cell)
-                evidence, ended = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
                 view.ended(evidence, ended.seconds)
-                if ended.outcome == "interrupted":
+                if interrupted:
                     journal.write("session_interrupted")
                     return True
                 if ended.exit_code == EXIT_USAGE or (fail_fast and evidence.throughput is None):
@@ -144,11 +145,14 @@ def _run_one(
     trainer: Sequence[str],
     inherited: Mapping[str, str],
     grace: float,
-) -> tuple[CellEvidence, Ended]:
+) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    interrupted = ended.outcome == "interrupted"
+    if plan.matrix.ceiling:
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
     redactor = Redactor(out_dir)
     redactor.file(log)
     run_dir = out_dir / cell.run
@@ -162,7 +166,7 @@ def _run_one(
         reason=ended.reason,
         redacted=tuple(redacted) or None,
     )
-    return judge_cell(out_dir, plan, cell, entry), ended
+    return judge_cell(out_dir, plan, cell, entry), ended, interrupted
 
 
 def exit_code(result: Result, evidence: Evidence) -> int:

@@ -47,6 +47,7 @@ class TrainingConfig:
         no_play: skip video and export after training.
         export_onnx: export the policy after training.
         trace_enabled: write a timeline of both processes and the device.
+        record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none.
     """
 
     task_name: str = "G1WalkFlat"
@@ -61,6 +62,7 @@ class TrainingConfig:
     no_play: bool = False
     export_onnx: bool = True
     trace_enabled: bool = False
+    record_states: int = 0
 
     def validate(self) -> None:
         """Check ranges.
@@ -70,6 +72,7 @@ class TrainingConfig:
         """
         require(self.log_dir != "", "training.log_dir", "a path or null", self.log_dir)
         require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
+        require(self.record_states >= 0, "training.record_states", "0 or more", self.record_states)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 

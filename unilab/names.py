@@ -12,6 +12,7 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
+STATES_FILE = "physics_states.npz"
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 

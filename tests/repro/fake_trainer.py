@@ -13,6 +13,7 @@ Environment variables:
                   the name of the run directory, so the same run repeats exactly
     FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
     FAKE_TRACKING set to anything: log both tracking errors
+    FAKE_STATES   what `training.record_states` leaves: `ok` (real physics, standing still at first), `none`, `damaged`
     FAKE_SECONDS  real seconds the process lives before it ends, default 0
 """
 
@@ -296,6 +297,25 @@ def _overrides(words: list[str]) -> dict[str, Any]:
     return found
 
 
+def write_states(path: Path, num_envs: int, count: int) -> None:
+    """Record real physics: robots that fall, `count` steps of them, as `FAKE_STATES` asks."""
+    kind = os.environ.get("FAKE_STATES", "ok")
+    if kind == "damaged":
+        path.write_bytes(b"PK damaged")
+    if kind != "ok":
+        return
+    from unilab.physics.mujoco_pool import MujocoPool
+    from unilab.physics.spec import PhysicsSpec
+    from unilab.physics.states import StateRecorder
+
+    pool = MujocoPool(PhysicsSpec("unitree_g1/scene_flat.xml", 1 / 150, 3, "exact", 36, 35, 29, (), ()), num_envs)
+    recorder = StateRecorder(pool, count)
+    for index in range(count):
+        recorder.take(index, slice(None), index + 1)
+        pool.step()
+    recorder.write(path)
+
+
 def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list[str]) -> RunOptions:
     """The run that a command line and the FAKE_ variables ask for."""
     cpu_ids = overrides.get("env.cpu_ids")
@@ -343,13 +363,15 @@ def main(argv: list[str]) -> int:
     if run_dir.exists() and any(run_dir.iterdir()):
         print(f"train: {run_dir} is not empty; choose another training.log_dir", file=sys.stderr)
         return names.EXIT_USAGE
-    return _run(run_dir, options)
+    return _run(run_dir, options, int(overrides.get("training.record_states", 0)))
 
 
-def _run(run_dir: Path, options: RunOptions) -> int:
+def _run(run_dir: Path, options: RunOptions, snapshots: int) -> int:
     print(f"fake run: {options.iterations} iterations, mode {options.mode}", flush=True)
     unfinished = replace(options, mode="no_run_end") if options.mode == "ok" else options
     write_run(run_dir, unfinished)
+    if snapshots:
+        write_states(run_dir / names.STATES_FILE, options.num_envs, snapshots)
     try:
         time.sleep(3600.0 if options.mode == "hang" else float(os.environ.get("FAKE_SECONDS", "0")))
     except KeyboardInterrupt:

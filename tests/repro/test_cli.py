@@ -27,7 +27,9 @@ COMMANDS = {
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
+    "bench": ["PART"],
 }
+BENCHES = {"physics": ["--states", "--workers", "--profiles", "--seconds", "--json"]}
 
 
 @pytest.fixture
@@ -40,9 +42,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repro.cli.find_host", lambda: make_host(cpus=16, gpu_count=1))
 
 
-def test_the_command_line_is_frozen() -> None:
-    (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    found = {
+def flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Flags and positionals of every subcommand."""
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {
         name: [
             action.option_strings[0] if action.option_strings else str(action.metavar)
             for action in parser._actions
@@ -50,7 +53,13 @@ def test_the_command_line_is_frozen() -> None:
         ]
         for name, parser in commands.choices.items()
     }
-    assert found == COMMANDS
+
+
+def test_the_command_line_is_frozen() -> None:
+    parser = build_parser()
+    assert flags(parser) == COMMANDS
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    assert flags(commands.choices["bench"]) == BENCHES
 
 
 @pytest.mark.parametrize(
@@ -242,7 +251,7 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
 def test_the_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--matrix", "single", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["matrices"] == [{"matrix": "single", "fits": True, "estimated_seconds": 264.0, "reasons": []}]
+    assert found["matrices"] == [{"matrix": "single", "fits": True, "estimated_seconds": 273.0, "reasons": []}]
     assert found["host"]["gpus"][0]["name"] == "NVIDIA H200"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +31,9 @@ from mujoco import batch as mujoco_batch
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.intp]
+Values: TypeAlias = npt.NDArray[np.float64]
+
+ENGINE = Path(mujoco.__file__).parent  # headers and library of the engine
 
 # Warnings that mean the state of a simulation cannot be trusted; MuJoCo resets a simulation on these.
 BAD_PHYSICS = tuple(getattr(mujoco.mjtWarning, f"mjWARN_BAD{what}") for what in ("QPOS", "QVEL", "QACC"))
@@ -41,21 +45,26 @@ _FAST_FLAGS = _EXACT_FLAGS | int(mujoco.mjtDisableBit.mjDSBL_WARMSTART)
 _DISABLED = {"reference": 0, "exact": _EXACT_FLAGS, "fast": _FAST_FLAGS}
 
 
-def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats) -> None:
+def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats | Values) -> None:
     batch.expand("actuator_gainprm")[ids, :, 0] = kp
     batch.expand("actuator_biasprm")[ids, :, 1] = -kp
 
 
-def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats) -> None:
+def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats | Values) -> None:
     batch.expand("actuator_biasprm")[ids, :, 2] = -kd
 
 
-# Per-simulation model parameters: the model's size that gives their width, the engine's fields that hold them, and how
-# rows of them are written. Servo gains need no mj_setConst: no constant derives from them (they are not among
-# MjModel._setconst_inputs).
-MODEL_FIELDS: dict[str, tuple[str, tuple[str, ...], Callable[[mujoco_batch.Batch, Ids, Floats], None]]] = {
-    "kp": ("nu", ("actuator_gainprm", "actuator_biasprm"), _write_kp),
-    "kd": ("nu", ("actuator_biasprm",), _write_kd),
+# What the writers wrote into some simulations.
+_READERS: dict[str, Callable[[mujoco_batch.Batch, slice], Values]] = {
+    "kp": lambda batch, rows: batch.expand("actuator_gainprm")[rows, :, 0],
+    "kd": lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2],
+}
+
+# Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
+# gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
+MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
+    "kp": ("nu", _write_kp),
+    "kd": ("nu", _write_kd),
 }
 
 
@@ -101,7 +110,7 @@ class MujocoPool:
         self._columns, self._reset_columns = spec.columns, spec.reset_columns
         self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
         self._ids = np.arange(num_envs)
-        _expand(self._batch, spec)
+        self.inputs()  # makes the model fields per simulation now: later that would wait for a step in flight
 
     def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats, rows: slice = slice(None)) -> None:
         """Take over one command; nothing is computed until the next `step`.
@@ -169,7 +178,45 @@ class MujocoPool:
         self._qpos[ids] = rows[:, columns["qpos"]]
         self._qvel[ids] = rows[:, columns["qvel"]]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][2](self._batch, ids, rows[:, columns[name]])
+            MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
+
+    @property
+    def spec(self) -> PhysicsSpec:
+        """The robot, the timing and the columns."""
+        return self._spec
+
+    @property
+    def num_envs(self) -> int:
+        """Simulations, N."""
+        return len(self._failed)
+
+    def inputs(self, rows: slice = slice(None)) -> dict[str, Values]:
+        """All that decides what the next `step` does and costs; views where they can be, so copy before stepping.
+
+        Args:
+            rows: simulations, n of them.
+
+        Returns:
+            `state`: time, qpos, qvel, warm start, controls and applied forces as MuJoCo's integration state (n, S);
+            and every declared model field by name (n, width).
+        """
+        fields = {name: _READERS[name](self._batch, rows) for name, _ in self._spec.model_fields}
+        return {"state": self._batch.state[rows], **fields}
+
+    def snapshot(self, rows: slice = slice(None)) -> dict[str, Values]:
+        """A copy of `inputs`."""
+        return {name: values.copy() for name, values in self.inputs(rows).items()}
+
+    def restore(self, snapshot: Mapping[str, Values]) -> None:
+        """Put a snapshot of all simulations back, so that `step` does again what it did after it.
+
+        Args:
+            snapshot: arrays as in `inputs`, (N, …).
+        """
+        everyone = np.arange(self.num_envs)
+        self._batch.state[:] = snapshot["state"]
+        for name, _ in self._spec.model_fields:
+            MODEL_FIELDS[name][1](self._batch, everyone, snapshot[name])
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
@@ -194,11 +241,13 @@ def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
     return model
 
 
-def _expand(batch: mujoco_batch.Batch, spec: PhysicsSpec) -> None:
-    """Make the model fields per simulation now: later it would wait for a `step` in flight."""
-    for name, _ in spec.model_fields:
-        for field in MODEL_FIELDS[name][1]:
-            batch.expand(field)
+def save_model(spec: PhysicsSpec, path: Path) -> None:
+    """Write the compiled scene as the engine's own binary file.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    mujoco.mj_saveModel(load_model(spec), str(path), None)
 
 
 def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
@@ -206,7 +255,7 @@ def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
         if getattr(spec, size) != getattr(model, size):
             raise ValueError(f"{size}={getattr(spec, size)}, but {spec.scene} has {getattr(model, size)}")
     sensors = {model.sensor(i).name: int(model.sensor_dim[i]) for i in range(model.nsensor)}
-    fields = {name: int(getattr(model, size)) for name, (size, *_) in MODEL_FIELDS.items()}
+    fields = {name: int(getattr(model, size)) for name, (size, _) in MODEL_FIELDS.items()}
     for kind, asked, known in (("sensor", spec.sensors, sensors), ("model field", spec.model_fields, fields)):
         for name, width in asked:
             if name not in known:
