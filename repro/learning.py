@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from repro.events import Reason, Refusal
 from repro.run_files import read_json
 from repro.throughput import Throughput
-from unilab.names import CONFIG_FILE, MEAN_EPISODE_LENGTH, MEAN_REWARD
+from unilab.names import CONFIG_FILE, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERRORS
 
 WALKING_LENGTH = 900.0  # control steps of a mean episode, of at most 1000: the policy falls rarely
-TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
-TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
+TRACKING_ERROR_LIN, TRACKING_ERROR_ANG = TRACKING_ERRORS
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,6 +36,7 @@ PACK_MS = "Perf/collector_replay_write_ms"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
+TRACKING_ERRORS = ("Episode/tracking_error_lin", "Episode/tracking_error_ang")  # m/s, rad/s
 
 # Exit codes of every command line.
 EXIT_OK = 0

@@ -10,7 +10,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -291,6 +292,13 @@ class StageTimer:
     def end(self, stage: str) -> None:
         """Mark its end, on the same stream."""
         self._current.append((stage, self._open.pop(stage), self._clock.mark()))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Surround a stage with `begin` and `end`."""
+        self.begin(name)
+        yield
+        self.end(name)
 
     def read(self) -> list[Span]:
         """Stages of the previous tick in the order of their ends; to be read once.
