@@ -54,6 +54,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--override", metavar="K=V", action="append", default=[], help="a trainer setting of every run; repeatable"
     )
+    parser.add_argument("--trace", action="store_true", help="every run writes a timeline for ui.perfetto.dev")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first run without a number")

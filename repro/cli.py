@@ -16,7 +16,7 @@ from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
-from repro.matrix import Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
 from repro.place import Cpu
 from repro.plan import TRAINER, Plan, make_plan
 from repro.provenance import find_source
@@ -117,7 +117,7 @@ def _require_runnable(plan: Plan) -> None:
 
 
 def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
-    overrides = tuple(arguments.override)
+    overrides = (*arguments.override, *((TRACE_OVERRIDE,) if arguments.trace else ()))
     matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
     return make_plan(
         matrix,
@@ -149,6 +149,7 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
 def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
     from rich.console import Console
 
+    from repro.cycle import bounding_stages
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
@@ -166,7 +167,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
-    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", following)))
+    stages = bounding_stages(report.evidence)
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, f"{out_dir / REPORT_FILE}", following)))
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code

@@ -15,6 +15,7 @@ from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, same_words
 from repro.run_files import find_value, read_json
@@ -55,6 +56,7 @@ class CellEvidence:
         throughput: The measurement, or None.
         fingerprint: What must be equal within a group: commit, difference, source hash, versions. None without a run.
         has_run: Whether there is a run directory.
+        learning: Its learning curves, or None where the matrix is not about learning.
         ceiling: Env steps/s of the physics alone, or None.
         ceiling_reason: Why a ceiling that the matrix asks for is missing, or None.
     """
@@ -65,6 +67,7 @@ class CellEvidence:
     throughput: Throughput | None
     fingerprint: Mapping[str, str] | None
     has_run: bool
+    learning: Learning | None = None
     ceiling: float | None = None
     ceiling_reason: str | None = None
 
@@ -182,6 +185,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     run_dir = out_dir / cell.run
     try:
         throughput = measure(run_dir)
+        learning = learn(run_dir, throughput) if plan.matrix.learning else None
         config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
         command = read_json(run_dir / COMMAND_FILE)
     except Refusal as refusal:
@@ -204,6 +208,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
         throughput,
         fingerprint(command),
         has_run=True,
+        learning=learning,
         ceiling=ceiling,
         ceiling_reason=None if missing is None else relative_text(missing, out_dir),
     )

@@ -27,10 +27,14 @@ REPORTS = Path("reports")
 
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
-    """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix."""
+    """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
+    where it is about learning.
+    """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
+    if plan.matrix.learning and what != plan.matrix.name:
+        what = f"{plan.matrix.name}_{what}"
     return REPORTS / f"{plan.created[:10]}_{what}_{plan.source.short}"
 
 
@@ -166,7 +170,10 @@ def _run_one(
 
 
 def exit_code(result: Result, evidence: Evidence) -> int:
-    """What the outcome means for the caller: refused settings, host unfit, incomplete, a gated regression, success."""
+    """What the outcome means for the caller.
+
+    In this order: refused settings, host unfit, incomplete, a policy that does not walk or a gated regression, success.
+    """
     if usage_stop(evidence.journal) is not None:
         return EXIT_USAGE
     missing = missing_cells(evidence)
@@ -174,6 +181,8 @@ def exit_code(result: Result, evidence: Evidence) -> int:
         return EXIT_HOST_UNFIT
     if result.verdict == "incomplete":
         return EXIT_INCOMPLETE
+    if result.verdict == "does_not_walk":
+        return EXIT_FAILED
     gated = {item.name for item in evidence.plan.matrix.comparisons if item.gate}
     if any(found.name in gated and found.verdict == "regression" for found in result.comparisons):
         return EXIT_FAILED
@@ -185,9 +194,12 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
     if result.verdict == "incomplete":
         first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
         return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
+    if result.verdict == "does_not_walk":
+        return f"look for the fault: curves in the report, events in {out_dir / RUNS_DIR}"
     verify = shlex.join([program, "verify", str(out_dir)])
     if result.smoke:
-        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix single"
+        measuring = "learning" if result.learning else "single"
+        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix {measuring}"
     return verify
 
 

@@ -14,14 +14,18 @@ import threading
 import time
 import traceback
 from itertools import count
+from pathlib import Path
+from typing import TypeAlias
 
 from unilab.channel import ERROR, READY, SETUP, SLOTS, STOP, Channel, PeerGone, Pipe
 from unilab.physics.mujoco_pool import MujocoPool
 from unilab.physics.pinning import confine
 from unilab.physics.spec import PhysicsSpec
+from unilab.physics.states import StateRecorder
 
 # A learner may compile for minutes before the first command; its death is seen at once, as end-of-file.
 COMMAND_TIMEOUT = 1800.0
+Recording: TypeAlias = tuple[int, int] | None  # a turn's inputs are to be kept as this snapshot, of this iteration
 SWITCH_INTERVAL = 1e-4  # seconds; the pool must not wait long for the carrier to let go of the interpreter
 
 
@@ -45,7 +49,9 @@ class Collector:
         self._cpu_ids: list[int] | None = setup["cpu_ids"]
         self._pool = MujocoPool(spec, setup["num_envs"], self._cpu_ids)
         self._channel = Channel(memory_fd, spec, setup["num_envs"], setup["groups"])
-        self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._recorder = StateRecorder(self._pool, setup["record_states"])
+        self._states_path: str | None = None
+        self._due: queue.SimpleQueue[tuple[int, Recording] | None] = queue.SimpleQueue()
         self._stepped: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._applied = [(0, 0)] * len(self._channel.groups)
         self._failure: Exception | None = None
@@ -59,12 +65,18 @@ class Collector:
         """
         sys.setswitchinterval(SWITCH_INTERVAL)
         threading.Thread(target=self._carry_until_stopped, name="carrier", daemon=True).start()
-        while (turn := self._due.get()) is not None:
+        while (due := self._due.get()) is not None:
+            turn, recording = due
+            rows = self._channel.rows(turn)
+            if recording is not None:
+                self._recorder.take(recording[0], rows, recording[1])
             began = time.monotonic_ns()
-            self._pool.step(self._channel.rows(turn))
+            self._pool.step(rows)
             self._stepped.put((began, time.monotonic_ns()))
         if self._failure is not None:
             raise self._failure
+        if self._states_path is not None:
+            self._recorder.write(Path(self._states_path))
 
     def _carry_until_stopped(self) -> None:
         try:
@@ -89,8 +101,9 @@ class Collector:
 
     def _accept(self, turn: int) -> bool:
         """Apply the command of `turn`; false if there is none any more."""
-        signal_, _ = self._pipe.receive(COMMAND_TIMEOUT, "a command")
+        signal_, payload = self._pipe.receive(COMMAND_TIMEOUT, "a command")
         if signal_ == STOP:
+            self._states_path = self._states_path or payload
             return False
         if signal_ != turn:
             raise RuntimeError(f"turn {signal_} was commanded when turn {turn} was due")
@@ -100,7 +113,7 @@ class Collector:
         received = time.monotonic_ns()
         self._pool.apply(channel.ctrl, channel.codes, channel.reset_rows, channel.rows(turn))
         self._applied[turn % len(channel.groups)] = received, time.monotonic_ns()
-        self._due.put(turn)
+        self._due.put((turn, payload))
         return True
 
     def _publish(self, turn: int) -> None:

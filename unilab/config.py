@@ -46,6 +46,7 @@ class TrainingConfig:
         log_dir: the exact run directory instead of a generated one.
         no_play: skip video and export after training.
         export_onnx: export the policy after training.
+        trace_enabled: write a timeline of both processes and the device.
         record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none.
     """
 
@@ -60,6 +61,7 @@ class TrainingConfig:
     log_dir: str | None = None
     no_play: bool = False
     export_onnx: bool = True
+    trace_enabled: bool = False
     record_states: int = 0
 
     def validate(self) -> None:

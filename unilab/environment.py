@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor
 
-from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD
+from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERRORS
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
@@ -93,6 +93,9 @@ class Environment:
         self.valid = self._buffer("valid", dtype=torch.bool)
         self.finished = self._buffer("finished", dtype=torch.bool)
         self.reward_terms = self._buffer("reward_terms", len(self.task.reward_names))
+        self.tracking_errors = self._buffer("tracking_errors", len(TRACKING_ERRORS))
+        errors = torch.zeros(len(TRACKING_ERRORS), device=self.device)
+        self.tracking_means = self._registry.tensor("env/tracking_means", errors)
         scalars = torch.zeros(len(self.task.reward_names), device=self.device)
         self.reward_means = self._registry.tensor("env/reward_means", scalars)
         invalid = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -129,13 +132,16 @@ class Environment:
         physics = self.task.fields(self._clean_fields())
         self._judge(self.task.terminated(physics))
         self._pay(physics)
+        self._compare(physics)
         self._observe(physics)
         self.episodes.pay(self.reward)
 
     @torch.no_grad()
     def summarize(self) -> None:
-        """Count the tick over all rows: reward means, invalid rows, finished episodes and the curriculum."""
-        self.reward_means.copy_(self.reward_terms.sum(0) / self.valid.sum().clamp(min=1))
+        """Count the tick over all rows: means over the valid ones, invalid ones, finished episodes, the curriculum."""
+        valid = self.valid.sum().clamp(min=1)
+        self.reward_means.copy_(self.reward_terms.sum(0) / valid)
+        self.tracking_means.copy_(self.tracking_errors.sum(0) / valid)
         self.invalid_rows.add_((~self.valid).sum())
         self.episodes.record(self.done, self.truncated)
 
@@ -164,6 +170,12 @@ class Environment:
         terms = self.task.reward_terms(physics, self.actions, self.previous_actions, self.command, self.phase, scale)
         self.reward_terms.copy_(torch.where(self.valid.unsqueeze(1), terms, 0.0))
         self.reward.copy_(self.reward_terms.sum(1) * self.task.control_dt)
+
+    def _compare(self, physics: dict[str, Tensor]) -> None:
+        """Distances from the command that the transition was under."""
+        errors = self.task.tracking_errors(physics, self.command)
+        stacked = torch.stack([errors[tag.rpartition("/")[2]] for tag in TRACKING_ERRORS], 1)
+        self.tracking_errors.copy_(torch.where(self.valid.unsqueeze(1), stacked, 0.0))
 
     def _observe(self, physics: dict[str, Tensor]) -> None:
         self.next_critic.copy_(self.task.critic_observation(physics, self.actions, self.command, self.phase))
@@ -202,6 +214,7 @@ class Environment:
         rewards = dict(zip(self.task.reward_names, self.reward_means.unbind(), strict=True))
         return {
             **self.episodes.metrics(),
+            **dict(zip(TRACKING_ERRORS, self.tracking_means.unbind(), strict=True)),
             **{f"reward/{name}": value for name, value in rewards.items()},
             "Train/invalid_rows": self.invalid_rows.to(torch.float32),
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,9 +25,16 @@ class DeviceExchange:
     Args:
         channel: the shared block.
         parts: owners of the device buffers, one environment per group of the channel.
+        stage: surrounds each copy by name on its stream, to time it.
     """
 
-    def __init__(self, channel: Channel, parts: Sequence[Environment]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        parts: Sequence[Environment],
+        stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> None:
+        self._stage = stage
         device = parts[0].fields.device
         blocks = [torch.from_numpy(part) for part in (channel.ctrl, channel.codes, channel.reset_rows)]
         self._uploads = [
@@ -48,12 +56,14 @@ class DeviceExchange:
         """Copy the ingress slot of `turn` into the `fields` of its group; later work on the current stream sees it."""
         target, source = self._uploads[turn % SLOTS]
         if not self._cuda:
-            target.copy_(source)
+            with self._stage("upload"):
+                target.copy_(source)
             return
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            target.copy_(source, non_blocking=True)
+            with self._stage("upload"):
+                target.copy_(source, non_blocking=True)
             self._uploaded.record()
         main.wait_event(self._uploaded)
 
@@ -65,13 +75,15 @@ class DeviceExchange:
         """
         copies = self._downloads[group]
         if not self._cuda:
-            for target, source in copies:
-                target.copy_(source)
+            with self._stage("download"):
+                for target, source in copies:
+                    target.copy_(source)
             return
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            with self._stage("download"):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
             self._downloaded.record()
         wait_event(self._downloaded, "the act phase and its command")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -22,19 +23,27 @@ from unilab.capture import Phase
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import EventLog, Record
-from unilab.exchange import DeviceExchange, MetricReader
+from unilab.exchange import DeviceExchange, MetricReader, wait_event
 from unilab.hardware import check_memory
 from unilab.names import (
+    ACTION_WAIT_MS,
+    APPLY_MS,
+    BACKEND_MS,
+    COLLECTOR_WAIT_MS,
     EXPOSED_MS,
+    INFERENCE_MS,
     ITERATION_TIME,
     LEARNING_TIME,
+    PACK_MS,
     PHYSICS_FRACTION,
+    STATES_FILE,
     TOTAL_FPS,
     TRAIN_ITERATION,
 )
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.process import CollectorProcess
 from unilab.physics.spec import row_groups
+from unilab.physics.states import recorded_iterations
 from unilab.provenance import gpu_facts
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
@@ -43,10 +52,17 @@ from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
 from unilab.terminal import TerminalView
+from unilab.trace import Clock, DeviceClock, HostClock, StageTimer, Trace, device_times
 
 CHECKPOINT_FORMAT = 1
 # Not worth saving: draws that the next tick replaces, and rows that a resumed run collects anew.
 _TRANSIENT = ("update/", "act/", "replay/")
+# Tracks of the timeline: what the host knows of a turn, by tag, and the name a reader sees.
+_TIMELINE = {
+    "learner/host": ((COLLECTOR_WAIT_MS, "wait for rows"), (INFERENCE_MS, "upload, act, download, command")),
+    "collector/pool": ((ACTION_WAIT_MS, "wait for a command"), (BACKEND_MS, "Batch.step")),
+    "collector/carrier": ((APPLY_MS, "apply"), (PACK_MS, "pack")),
+}
 
 
 @dataclass(frozen=True)
@@ -97,9 +113,17 @@ class Runner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
         self._metrics = MetricReader(self._update_phase.metrics, self._update_phase.metric_names)
-        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups)
+        snapshots = recorded_iterations(config.algo.max_iterations, config.training.record_states)
+        self._snapshots = {iteration: index for index, iteration in enumerate(snapshots)}
+        self._collector = CollectorProcess(
+            task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups, len(snapshots)
+        )
+        self._timer: StageTimer | None = None
         try:
-            self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts)
+            if config.training.trace_enabled:
+                self._clock: Clock = DeviceClock(wait_event) if device.type == "cuda" else HostClock()
+                self._timer = StageTimer(self._clock)
+            self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts, self._stage)
         except BaseException:  # nobody holds the collector yet
             self._collector.close()
             raise
@@ -160,15 +184,17 @@ class Runner:
             },
         }
 
-    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory) -> None:
+    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory, trace: Trace | None = None) -> None:
         """Train for `algo.max_iterations` iterations.
 
         Args:
             log: receives one record per logged iteration.
             view: shows the progress.
-            directory: receives checkpoints.
+            directory: receives checkpoints and physics states.
+            trace: receives the timeline, if the run was configured with one.
         """
-        self._log, self._view, self._directory = log, view, directory
+        self._log, self._view, self._directory, self._trace = log, view, directory, trace
+        self._states = directory.path / STATES_FILE if self._snapshots else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # None, and so no stream, away from CUDA
@@ -182,13 +208,23 @@ class Runner:
         self._begin()
         previous: Tick | None = None
         for number in range(last):
+            if self._timer is not None:
+                self._timer.next_tick()
             tick = self._tick(number, is_last=number == last - 1)
+            if self._timer is not None:
+                self._clock.renew()  # the device has nothing to do now
             metrics = self._read(previous)
             self._update(tick)
             self._report(previous, metrics)
             self._checkpoint(tick)
             previous = tick
+        if self._timer is not None:
+            self._timer.next_tick()
         self._report(previous, self._read(previous))
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        """Surrounds a stage on the device; timed where there is a timeline."""
+        return nullcontext() if self._timer is None else self._timer.stage(name)
 
     def _build_learner(self) -> None:
         config, task, device = self._config, self._task, self._device
@@ -225,7 +261,7 @@ class Runner:
         self._committed = time.monotonic()
         for group in range(self._groups):
             self._exchange.download(group)
-            self._collector.command(group)
+            self._collector.command(group, self._recording(0))
 
     def _tick(self, number: int, is_last: bool) -> Tick:
         """Every group's turn."""
@@ -234,9 +270,18 @@ class Runner:
         committed = time.monotonic()
         wall, self._committed = committed - self._committed, committed
         self.env_steps += self._config.algo.num_envs
-        iteration = max(0, number + 2 - self.warmup_ticks)
-        physics = stages["Perf/collector_env_step_backend_ms"] / 1e3
+        iteration = self._iteration(number)
+        physics = stages[BACKEND_MS] / 1e3
         return Tick(iteration, self.env_steps, committed, wall, physics, stages)
+
+    def _iteration(self, number: int) -> int:
+        """Training iteration that the tick of this number leads to; 0 while the ring fills."""
+        return max(0, number + 2 - self.warmup_ticks)
+
+    def _recording(self, number: int) -> tuple[int, int] | None:
+        """Snapshot and iteration, where the physics inputs of a tick are to be kept."""
+        iteration = self._iteration(number)
+        return (self._snapshots[iteration], iteration) if iteration in self._snapshots else None
 
     def _turn(self, turn: int, is_last: bool) -> dict[str, float]:
         """Wait for a group's rows, upload, act, and send its next command unless there is none; milliseconds by tag."""
@@ -245,20 +290,26 @@ class Runner:
         header = self._collector.wait(turn)
         arrived = time.monotonic_ns()
         self._exchange.upload(turn)
-        self._run_act[group]()
+        with self._stage("act"):
+            self._run_act[group]()
         self._exchange.download(group)
         self._collector.channel.release(turn)
-        if not is_last:
-            self._collector.command(turn + self._groups)
+        if is_last:
+            self._collector.retire(self._states)
+        else:
+            self._collector.command(turn + self._groups, self._recording(turn // self._groups + 1))
         spans = {
-            "Perf/learner_collector_wait_ms": (waited, arrived),
-            "Perf/learner_inference_ms": (arrived, time.monotonic_ns()),
-            "Perf/collector_learner_action_wait_ms": (self._stepped_ns, header["began_ns"]),
-            "Perf/collector_env_step_apply_action_ms": (header["received_ns"], header["applied_ns"]),
-            "Perf/collector_env_step_backend_ms": (header["began_ns"], header["stepped_ns"]),
-            "Perf/collector_replay_write_ms": (header["packing_ns"], header["packed_ns"]),
+            COLLECTOR_WAIT_MS: (waited, arrived),
+            INFERENCE_MS: (arrived, time.monotonic_ns()),
+            ACTION_WAIT_MS: (self._stepped_ns, header["began_ns"]),
+            APPLY_MS: (header["received_ns"], header["applied_ns"]),
+            BACKEND_MS: (header["began_ns"], header["stepped_ns"]),
+            PACK_MS: (header["packing_ns"], header["packed_ns"]),
         }
         self._stepped_ns = header["stepped_ns"]
+        if self._trace is not None:
+            for track, stages in _TIMELINE.items():
+                self._trace.spans(track, [(name, *spans[tag]) for tag, name in stages], turn=turn)
         return {tag: (end - start) / 1e6 for tag, (start, end) in spans.items()}
 
     def _update(self, tick: Tick) -> None:
@@ -268,7 +319,8 @@ class Runner:
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
         self._metrics.begin()
-        self._run_update()
+        with self._stage("update"):
+            self._run_update()
         self._metrics.end()
         self.iteration = tick.iteration
 
@@ -277,7 +329,15 @@ class Runner:
         if tick is None or not tick.iteration:
             return {}
         values, seconds = self._metrics.read()
-        return {**values, LEARNING_TIME: seconds}
+        return {**values, LEARNING_TIME: seconds, **self._device_stages()}
+
+    def _device_stages(self) -> dict[str, float]:
+        """Device times of the tick that is over, where there is a timeline."""
+        if self._timer is None or self._trace is None:
+            return {}
+        spans = self._timer.read()
+        self._trace.spans("learner/device", spans)
+        return device_times(spans)
 
     def _report(self, tick: Tick | None, metrics: dict[str, float]) -> None:
         """Write a finished tick's record with its own step and time, and show it."""

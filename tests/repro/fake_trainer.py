@@ -11,6 +11,8 @@ Environment variables:
     FAKE_RATE     env steps per second, default 10,000 for each CPU of `env.cpu_ids` (one when there is no list)
     FAKE_NOISE    relative half-width of the noise of the rate between runs, default 0.01; drawn from `algo.seed` and
                   the name of the run directory, so the same run repeats exactly
+    FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
+    FAKE_TRACKING set to anything: log both tracking errors
     FAKE_STATES   what `training.record_states` leaves: `ok` (real physics, standing still at first), `none`, `damaged`
     FAKE_SECONDS  real seconds the process lives before it ends, default 0
 """
@@ -47,6 +49,7 @@ MODES = {
     "duplicate_steps": "two neighbouring events of the tail carry the same step, exit 0",
     "exit3": "no run directory, one line, exit 3",
 }
+TRACKING_ERRORS: dict[str, float | None] = {"Episode/tracking_error_lin": 0.125, "Episode/tracking_error_ang": 0.25}
 WALL_START = 1_790_000_000.0  # s since 1970; any fixed instant, so that the files repeat byte for byte
 MONOTONIC_START = 1_000.0  # s
 STARTUP_SECONDS = 3.5
@@ -73,6 +76,8 @@ class RunOptions:
     smoke: bool = True
     jitter: float = 0.2  # of one iteration, on the times between the quarter points of the run
     argv: tuple[str, ...] = ()
+    trace: bool = False
+    final_length: float = 100.0  # mean episode length in control steps that a run grows to from 20, linearly
     tags: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -88,6 +93,9 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     damage = {"cut_log": "cut", "damaged": "flip"}.get(options.mode)
     write_events(run_dir / f"{names.EVENT_FILE_PREFIX}{int(WALL_START)}", records, damage)
     _write_progress(run_dir / names.PROGRESS_FILE, options, seconds[:count])
+    if options.trace:
+        span = {"ph": "X", "pid": 1, "tid": 1, "name": "Batch.step", "ts": 1e6 * MONOTONIC_START, "dur": 9e5 / 1e3}
+        (run_dir / names.TRACE_FILE).write_text(f"[\n{json.dumps(span)}\n]\n", encoding="utf-8")
     if options.mode not in ("crash", "hang", "no_run_end"):
         _write_json(run_dir / names.RUN_END_FILE, _run_end(options, seconds))
     return run_dir
@@ -146,8 +154,8 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
     nan = options.mode == "nan" and progress >= 0.5
     tags: dict[str, float | None] = {
         names.TRAIN_ITERATION: iteration,
-        names.MEAN_REWARD: -2.0 + 20.0 * progress,
-        names.MEAN_EPISODE_LENGTH: 20.0 + 80.0 * progress,
+        names.MEAN_REWARD: -2.0 + (options.final_length / 4.0 - 5.0) * progress,
+        names.MEAN_EPISODE_LENGTH: 20.0 + (options.final_length - 20.0) * progress,
         "Loss/actor": -1.0 - progress,
         "Loss/critic": math.nan if nan else 4.0 - 3.0 * progress,
         "Loss/temperature": 0.01,
@@ -156,6 +164,12 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
         names.LEARNING_TIME: 0.3 * tick,
         names.PHYSICS_FRACTION: 0.9,
         names.EXPOSED_MS: 100.0 * tick,
+        names.COLLECTOR_WAIT_MS: 920.0 * tick,
+        names.INFERENCE_MS: 60.0 * tick,
+        names.ACTION_WAIT_MS: 70.0 * tick,
+        names.APPLY_MS: 10.0 * tick,
+        names.BACKEND_MS: 900.0 * tick,
+        names.PACK_MS: 15.0 * tick,
     }
     tags.update(options.tags)
     return {tag: value for tag, value in tags.items() if value is not None}
@@ -323,6 +337,9 @@ def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list
         task=task,
         smoke=bool(overrides.get("training.smoke", False)),
         argv=tuple(argv),
+        trace=bool(overrides.get("training.trace_enabled", False)),
+        final_length=float(os.environ.get("FAKE_LENGTH", defaults.final_length)),
+        tags=dict(TRACKING_ERRORS) if "FAKE_TRACKING" in os.environ else {},
     )
 
 

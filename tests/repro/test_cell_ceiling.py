@@ -220,7 +220,7 @@ def test_closing_lines_name_the_share_of_every_case(session: Path) -> None:
     result = read_model(Result, session / RESULT_FILE)
     share = result.cells[1].ceiling_share
     assert share is not None
-    line = closing_lines(result, read_evidence(session).plan.matrix, "report", "next")[1]
+    line = closing_lines(result, read_evidence(session).plan.matrix, {}, "report", "next")[1]
     assert line == f"share of the physics ceiling: good {100 * share:.1f} %"
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
@@ -86,7 +86,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run"], 2, "name cases or a matrix: --matrix single, smoke, auto or a TOML file"),
+        (["run"], 2, "name cases or a matrix: --matrix learning, single, smoke, auto or a TOML file"),
         (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),
@@ -227,7 +227,7 @@ def test_a_session_ends_with_six_lines_and_the_path(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-6].startswith("SMOKE, not a benchmark: fast runs at 1.")
     assert lines[-5] == "share of the physics ceiling: not measured"
-    assert lines[-4].startswith("bounding stage: physics in fast (physics takes ")
+    assert lines[-4].startswith("bounding stage: upload, act, download and command in fast (costs the")
     assert lines[-3] == "probes: none"
     assert lines[-2].startswith("next: repro verify reports/")
     report = Path(lines[-1])

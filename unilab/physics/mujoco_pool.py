@@ -111,7 +111,7 @@ class MujocoPool:
         self._columns, self._reset_columns = spec.columns, spec.reset_columns
         self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
         self._ids = np.arange(num_envs)
-        _expand(self._batch, spec)
+        self.inputs()  # makes the model fields per simulation now: later that would wait for a step in flight
 
     def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats, rows: slice = slice(None)) -> None:
         """Take over one command; nothing is computed until the next `step`.
@@ -179,7 +179,7 @@ class MujocoPool:
         self._qpos[ids] = rows[:, columns["qpos"]]
         self._qvel[ids] = rows[:, columns["qvel"]]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][2](self._batch, ids, rows[:, columns[name]])
+            MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
 
     @property
     def spec(self) -> PhysicsSpec:
@@ -262,7 +262,7 @@ def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
         if getattr(spec, size) != getattr(model, size):
             raise ValueError(f"{size}={getattr(spec, size)}, but {spec.scene} has {getattr(model, size)}")
     sensors = {model.sensor(i).name: int(model.sensor_dim[i]) for i in range(model.nsensor)}
-    fields = {name: int(getattr(model, size)) for name, (size, *_) in MODEL_FIELDS.items()}
+    fields = {name: int(getattr(model, size)) for name, (size, _) in MODEL_FIELDS.items()}
     for kind, asked, known in (("sensor", spec.sensors, sensors), ("model field", spec.model_fields, fields)):
         for name, width in asked:
             if name not in known:

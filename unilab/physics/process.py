@@ -30,6 +30,7 @@ class CollectorProcess:
         num_envs: simulations.
         cpu_ids: CPUs of the physics workers, worker i on the i-th; None leaves placement to the system.
         groups: groups of environments that take turns, see `unilab.physics.spec.row_groups`.
+        record_states: snapshots of physics inputs that the child has room for.
 
     Attributes:
         channel: the shared block.
@@ -39,7 +40,14 @@ class CollectorProcess:
         CollectorFailed: if the child does not come up.
     """
 
-    def __init__(self, spec: PhysicsSpec, num_envs: int, cpu_ids: Sequence[int] | None, groups: int = 1) -> None:
+    def __init__(
+        self,
+        spec: PhysicsSpec,
+        num_envs: int,
+        cpu_ids: Sequence[int] | None,
+        groups: int = 1,
+        record_states: int = 0,
+    ) -> None:
         self.channel = Channel.create(spec, num_envs, groups)
         self._process, pipe = _start(self.channel.fd)
         self._pipe: Pipe | None = pipe
@@ -48,6 +56,7 @@ class CollectorProcess:
             "num_envs": num_envs,
             "cpu_ids": None if cpu_ids is None else list(cpu_ids),
             "groups": groups,
+            "record_states": record_states,
         }
         try:
             self._send(SETUP, setup)
@@ -63,13 +72,28 @@ class CollectorProcess:
         """Process id of the child."""
         return self._process.pid
 
-    def command(self, turn: int) -> None:
+    def command(self, turn: int, recording: tuple[int, int] | None = None) -> None:
         """Let the collector run `turn` with what its rows of the command block hold.
+
+        Args:
+            turn: the group's next turn.
+            recording: keep what the turn's physics starts from as this snapshot, of this iteration.
 
         Raises:
             CollectorFailed: if it is gone.
         """
-        self._send(turn)
+        self._send(turn, recording)
+
+    def retire(self, states: Path | None = None) -> None:
+        """Say, in place of the next group's command, that it gets none any more.
+
+        Args:
+            states: file for the snapshots taken, written when the last group is retired.
+
+        Raises:
+            CollectorFailed: if it is gone.
+        """
+        self._send(STOP, None if states is None else str(states.absolute()))
 
     def wait(self, turn: int, timeout: float = TURN_TIMEOUT) -> dict[str, int]:
         """Wait until `turn` is published and return its slot header.

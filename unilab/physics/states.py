@@ -8,11 +8,14 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unilab.physics.mujoco_pool import MujocoPool, Values
 from unilab.physics.spec import PhysicsSpec
+
+if TYPE_CHECKING:  # the learner plans recordings without importing the engine
+    from unilab.physics.mujoco_pool import MujocoPool, Values
 
 FORMAT = 1
 _META = "meta"

@@ -161,6 +161,8 @@ def test_groups_take_turns_and_the_pool_does_not_wait_for_the_learner(model: muj
             if tick + 1 < len(script):
                 put(child, script[tick + 1], rows[turn % 2])
                 child.command(turn + 2)
+            else:
+                child.retire()  # what is in flight of the other group still arrives
     child.close()
     assert child._process.returncode == 0
     assert overlapped >= 5
