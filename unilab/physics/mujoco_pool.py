@@ -60,12 +60,11 @@ _READERS: dict[str, Callable[[mujoco_batch.Batch, slice], Values]] = {
     "kd": lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2],
 }
 
-# Per-simulation model parameters: the model's size that gives their width, the engine's fields that hold them, and how
-# rows of them are written. Servo gains need no mj_setConst: no constant derives from them (they are not among
-# MjModel._setconst_inputs).
-MODEL_FIELDS: dict[str, tuple[str, tuple[str, ...], Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
-    "kp": ("nu", ("actuator_gainprm", "actuator_biasprm"), _write_kp),
-    "kd": ("nu", ("actuator_biasprm",), _write_kd),
+# Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
+# gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
+MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
+    "kp": ("nu", _write_kp),
+    "kd": ("nu", _write_kd),
 }
 
 
@@ -189,7 +188,7 @@ class MujocoPool:
     @property
     def num_envs(self) -> int:
         """Simulations, N."""
-        return len(self._ids)
+        return len(self._failed)
 
     def inputs(self, rows: slice = slice(None)) -> dict[str, Values]:
         """All that decides what the next `step` does and costs; views where they can be, so copy before stepping.
@@ -214,9 +213,10 @@ class MujocoPool:
         Args:
             snapshot: arrays as in `inputs`, (N, …).
         """
+        everyone = np.arange(self.num_envs)
         self._batch.state[:] = snapshot["state"]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][2](self._batch, self._ids, snapshot[name])
+            MODEL_FIELDS[name][1](self._batch, everyone, snapshot[name])
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
@@ -248,13 +248,6 @@ def save_model(spec: PhysicsSpec, path: Path) -> None:
         ValueError: as `load_model`.
     """
     mujoco.mj_saveModel(load_model(spec), str(path), None)
-
-
-def _expand(batch: mujoco_batch.Batch, spec: PhysicsSpec) -> None:
-    """Make the model fields per simulation now: later it would wait for a `step` in flight."""
-    for name, _ in spec.model_fields:
-        for field in MODEL_FIELDS[name][1]:
-            batch.expand(field)
 
 
 def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
