@@ -31,6 +31,7 @@ def build_parser() -> Parser:
         ("analyze", "the metric of one run", _add_analyze),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
+        ("bench", "short benchmarks of this host; nothing is published", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
     return parser
@@ -84,3 +85,29 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
     )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
+    for name, summary, add in (
+        ("learner", "milliseconds of an update cycle: eager, Inductor, CUDA graph, both", _add_bench_learner),
+        ("tick", "where the time of a tick goes, from a short run", _add_bench_tick),
+    ):
+        add(kinds.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+
+
+def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--variants", metavar="A,B", help="some of eager,inductor,graph,inductor+graph (default: all)")
+    parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
+
+
+def _add_bench_tick(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--iterations", metavar="I", type=int, default=100, help="training iterations (default 100)")
+
+
+def _add_bench_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="trainer settings")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")

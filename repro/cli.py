@@ -67,6 +67,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _analyze(arguments)
         case "report":
             return _report(arguments)
+        case "bench":
+            from repro.bench import bench
+
+            return bench(arguments, trainer)
         case _:
             return _verify(arguments)
 
