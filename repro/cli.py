@@ -149,6 +149,7 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
 def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
     from rich.console import Console
 
+    from repro.benchmarks import LIMIT_SECONDS
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
@@ -157,6 +158,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
 
     out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
     print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    if plan.matrix.benchmarks:
+        print(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
     if plan.cleared_environment:
         print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
     sys.stdout.flush()

@@ -8,9 +8,16 @@ import tomllib
 from collections import Counter
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from repro.errors import UsageError
 from repro.schema import Strict, nearest, parse_model
@@ -36,6 +43,8 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
+# Fields younger than the first published plans: not written where they hold their default, so that those still verify.
+LATER_FIELDS = {"benchmarks": False}
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
     "training.log_dir": "the suite gives every cell its own folder; use --out",
@@ -123,6 +132,7 @@ class Matrix(Strict):
         timeout_seconds: Limit for one cell.
         startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
+        benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -142,6 +152,7 @@ class Matrix(Strict):
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
+    benchmarks: bool = False
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -150,6 +161,11 @@ class Matrix(Strict):
     @classmethod
     def _grammar(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
         return check_overrides(overrides)
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        return {key: value for key, value in written.items() if key not in LATER_FIELDS or value != LATER_FIELDS[key]}
 
     @model_validator(mode="after")
     def _names(self) -> Self:
