@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unilab.capture import Phase
+from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig, load_config
 from unilab.environment import Environment
 from unilab.hardware import HostUnfit, check_memory, choose_device, learner_threads
@@ -140,7 +140,7 @@ def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     width = row_width(transition_widths(task.obs_dim, task.critic_dim, task.action_dim))
     check_memory(config, task.spec, width, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.cuda.stream(stream):  # None, and so no stream, away from CUDA
+    with on_stream(stream):
         start, reference, rows = _eager_cycle(config, device)
         measured = [measure(config, device, name, start, reference, arguments.cycles) for name in names]
     sizes = ("num_envs", "batch_size", "updates_per_step", "policy_frequency", "actor_hidden_dim", "critic_hidden_dim")

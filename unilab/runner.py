@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from unilab.capture import Phase
+from unilab.capture import Phase, on_stream
 from unilab.channel import SLOTS
 from unilab.config import RunConfig
 from unilab.environment import Environment
@@ -167,7 +167,7 @@ class Runner:
         self._log, self._view, self._directory = log, view, directory
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # None, and so no stream, away from CUDA
+        with on_stream(self._stream):
             self._train()
 
     def _train(self) -> None:
