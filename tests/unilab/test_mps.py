@@ -52,13 +52,24 @@ class Watched(Tensor):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Makes everything that is asked for on MPS on the CPU; owners still decide by the device they were given."""
+    """Makes everything that is asked for on MPS on the CPU; owners still decide by the device they were given.
+
+    Attributes:
+        doubles: functions that gave a float64 tensor, which MPS does not have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def there(value: Any) -> Any:
             return CPU if isinstance(value, torch.device) and value.type == "mps" else value
 
-        return func(*map(there, args), **{name: there(value) for name, value in (kwargs or {}).items()})
+        result = func(*map(there, args), **{name: there(value) for name, value in (kwargs or {}).items()})
+        if isinstance(result, Tensor) and result.dtype == torch.float64:
+            self.doubles.add(func.__name__)
+        return result
 
 
 def watched(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,6 +137,12 @@ def test_metrics_are_copied_by_the_calling_thread_when_the_update_ends(
     assert calls == []  # reading touches the host's copy alone
 
 
+def test_the_device_that_says_mps_sees_float64() -> None:
+    with OnTheCpu() as mode:
+        assert torch.zeros(2, device=MPS).sum().double().device == CPU
+    assert mode.doubles == {"double"}
+
+
 @pytest.mark.usefixtures("no_cuda")
 def test_a_run_on_mps_is_eager_and_hands_other_threads_plain_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -152,11 +169,12 @@ def test_a_run_on_mps_is_eager_and_hands_other_threads_plain_numbers(
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     before, count = {thread.name for thread in threading.enumerate()}, torch.get_num_threads()
     try:
-        with OnTheCpu():
+        with OnTheCpu() as mode:
             code = main([*NAMES, *SMALL, f"training.log_dir={tmp_path / 'run'}"])
     finally:
         torch.set_num_threads(count)
     assert code == 0, capfd.readouterr().err
+    assert mode.doubles == set()
     manifest = (tmp_path / "run" / "manifest.json").read_text()
     assert '"learner_device": "mps"' in manifest
     assert '"compiled": false' in manifest and '"cuda_graph": false' in manifest
