@@ -22,13 +22,9 @@ from repro.schema import Strict, canonical_json
 SUITE = "tests/bench"
 LIMIT_SECONDS = 90.0
 SECONDS_EACH = "0.3"  # so that a session does not wait long for them, and the file stays small
-PYTEST = (
-    "--benchmark-enable",
-    "--benchmark-only",
-    f"--benchmark-max-time={SECONDS_EACH}",
-    "-q",
-    "-p",
-    "no:cacheprovider",
+OPTIONS = (
+    *("--benchmark-enable", "--benchmark-only", f"--benchmark-max-time={SECONDS_EACH}"),
+    *("-q", "-W", "default", "-p", "no:cacheprovider"),  # a warning is no reason to have no number
 )
 
 
@@ -82,7 +78,7 @@ def run_benchmarks(out_dir: Path, environment: Mapping[str, str], project: Path 
         folder, output = Path(name), Path(name) / "pytest.json"
         (folder / "logs").mkdir()
         own = ("-c", str(project / "pyproject.toml"), "--rootdir", str(project), f"--benchmark-json={output}")
-        command = [sys.executable, "-m", "pytest", str(project / SUITE), *PYTEST, *own]
+        command = [sys.executable, "-m", "pytest", str(project / SUITE), *OPTIONS, *own]
         ended = run_cell(command, environment, folder, folder / "logs" / "benchmarks.log", LIMIT_SECONDS)
         _write(out_dir, _read(ended, output))
     return ended
@@ -120,6 +116,8 @@ def _read(ended: Ended, output: Path) -> Benchmarks:
     """Benchmarks of a process that ended well, else its reason alone: half a set is no set."""
     if ended.outcome != "exited" or ended.exit_code != 0:
         return Benchmarks(reason=ended.reason, benchmarks=())
+    if not output.exists():
+        return Benchmarks(reason=f"{SUITE} holds no benchmark", benchmarks=())
     return Benchmarks(reason=None, benchmarks=convert(json.loads(output.read_bytes())))
 
 
