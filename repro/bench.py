@@ -1,4 +1,4 @@
-"""Short benchmarks of this host: the learner alone, and where the time of a tick goes. Nothing of them is published."""
+"""`repro bench`: what parts of a tick can do on this host, measured alone."""
 
 from __future__ import annotations
 
@@ -6,280 +6,216 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
-
-import numpy as np
-from pydantic import Field
+from typing import Literal, NoReturn
 
 from repro import text
+from repro.ceiling import Ceiling, run_ceiling
 from repro.errors import HostUnfitError, UsageError
-from repro.events import EventLog, Refusal, read_events
-from repro.host import find_host
-from repro.launch import run_cell, trainer_environment
-from repro.matrix import check_overrides, load_matrix
-from repro.plan import TRAINER, VISIBLE_DEVICES
-from repro.schema import Strict, canonical_json, read_model
-from repro.throughput import Window, measure
-from unilab.names import EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, ITERATION_TIME, LEARNING_TIME
+from repro.host import Host
+from repro.launch import Ended, run_cell, trainer_environment
+from repro.place import Cpu, usable_cpus
+from repro.plan import CEILING_SNAPSHOTS, VISIBLE_DEVICES
+from repro.schema import Strict
+from unilab.names import EXIT_HOST_UNFIT, EXIT_USAGE, STATES_FILE
 
-LEARNER = (sys.executable, "-m", "unilab.bench", "learner")
-NAMES = ("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco")
-SMOKE = "training.smoke=true"
-TIMEOUT = 1200.0
-FEWEST_ITERATIONS = 20  # below, a run gives no number
-# Tags by stage. Those of the pool follow each other, so they and their remainder make up the tick.
-POOL = {
-    "idle": "Perf/collector_learner_action_wait_ms",
-    "apply command": "Perf/collector_env_step_apply_action_ms",
-    "inside step": "Perf/collector_env_step_backend_ms",
-    "pack rows": "Perf/collector_replay_write_ms",
-}
-HOST = {"wait for rows": "Perf/learner_collector_wait_ms", "act": "Perf/learner_inference_ms"}
-
-Positive = Annotated[float, Field(gt=0)]
+PROFILES = ("reference", "exact", "fast")
+TRAINING_LIMIT_SECONDS = 900.0
+# Where the states come from when none are given: a short run, on a host without a GPU a small one.
+TRAINING = ("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco", "training.no_play=true")
+SHORT = ("algo.max_iterations=60", "algo.save_interval=-1", f"training.record_states={CEILING_SNAPSHOTS}")
+SMALL = (
+    *("training.smoke=true", "algo.num_envs=64", "algo.batch_size=64"),
+    *("algo.actor_hidden_dim=64", "algo.critic_hidden_dim=64"),
+)
 
 
-class Variant(Strict):
-    """One way to run the update cycle; as `unilab.bench.Measurement`."""
-
-    variant: str
-    ms: Positive
-    cycles_ms: tuple[Positive, ...]
-    kernels: int | None
-    compile_seconds: float | None
-    capture_seconds: float | None
-    update_error: dict[str, float]
+class BenchFailedError(RuntimeError):
+    """A program that the bench started failed; the text says which and how."""
 
 
-class LearnerBench(Strict):
-    """What `unilab.bench` writes."""
-
-    schema_version: Literal[1]
-    kind: Literal["learner"]
-    smoke: bool
-    algo: str
-    task: str
-    device: str
-    torch: str
-    sizes: dict[str, int]
-    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
-
-
-class TickBench(Strict):
-    """Tail means of one short run, ms.
+class PhysicsRow(Strict):
+    """One measurement.
 
     Attributes:
-        smoke: A CPU run with small sizes.
-        iterations: Training iterations of the run.
-        points: Events of the tail.
-        steps_per_second: The main metric of the run.
-        tick_ms: From one command being out to the next.
-        exposed_ms: The tick without the time inside the physics step.
-        pool: Stages of the physics pool, one after the other; None where a stage is not logged.
-        pool_remainder_ms: The tick without them; None where one is not logged.
-        learner: Stages of the learner's host thread.
-        learner_remainder_ms: The tick without them: submission of the update, metrics, files.
-        update_ms: The update phase on the device; it runs beside the others.
+        workers: Physics threads.
+        cpu_ids: Their CPUs; None where they cannot be pinned.
+        profile: Solver path.
+        env_steps_per_second: Rate of the pool.
+        c_loop_env_steps_per_second: Rate of the plain C loop, in turn with the pool; None without one.
+        ratio: Pool / C loop.
     """
 
-    schema_version: Literal[1] = 1
-    kind: Literal["tick"] = "tick"
-    smoke: bool
-    iterations: int
-    points: int
-    steps_per_second: float
-    tick_ms: float
-    exposed_ms: float | None
-    pool: dict[str, float | None]
-    pool_remainder_ms: float | None
-    learner: dict[str, float | None]
-    learner_remainder_ms: float | None
-    update_ms: float | None
+    workers: int
+    cpu_ids: tuple[int, ...] | None
+    profile: str
+    env_steps_per_second: float
+    c_loop_env_steps_per_second: float | None
+    ratio: float | None
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How the trainer is started: small on the CPU (`smoke`) or on the first visible GPU."""
+class PhysicsBench(Strict):
+    """What `repro bench physics --json` prints.
 
-    smoke: bool
-    overrides: tuple[str, ...]
-    environment: dict[str, str]
+    Attributes:
+        schema_version: Of this object.
+        num_envs: Environments of a batch.
+        snapshots: Recorded states that were stepped in turn.
+        decimation: Physics steps of an env step.
+        mujoco: Version of the engine.
+        cpu_model: Name of the CPU.
+        c_loop_reason: Why there is no C loop, or None.
+        rows: Every measurement.
+    """
+
+    schema_version: Literal[1]
+    num_envs: int
+    snapshots: int
+    decimation: int
+    mujoco: str
+    cpu_model: str
+    c_loop_reason: str | None
+    rows: tuple[PhysicsRow, ...]
 
 
-def bench(arguments: argparse.Namespace, trainer: Sequence[str] = TRAINER) -> int:
-    """Run a benchmark, print it, write it where asked; return the exit code.
+def bench_physics(
+    arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]
+) -> PhysicsBench:
+    """Measure the `mj_step` ceiling for every worker count and solver path that is asked for.
+
+    Args:
+        arguments: `states`, `workers`, `profiles` and `seconds` of the command line.
+        host: Facts of the host.
+        topology: Its allowed CPUs.
+        trainer: Start of the command that trains, for states of its own.
 
     Raises:
-        UsageError: If a setting is wrong.
-        HostUnfitError: If the trainer says so.
-        OSError: If the measured process fails.
+        UsageError: If there is no such file, or a count or profile cannot be had here.
+        HostUnfitError: If this host cannot train.
+        BenchFailedError: If a program failed.
     """
-    if arguments.output is not None and arguments.output.exists():
-        raise UsageError(f"--output {arguments.output} exists; older results are never replaced, choose another name")
-    match arguments.kind:
-        case "learner":
-            return _conclude(arguments, found := bench_learner(arguments), learner_lines(found))
-        case _:
-            return _conclude(arguments, ticks := bench_tick(arguments, trainer), tick_lines(ticks))
+    usable = usable_cpus(topology, host.cgroup_cpus)
+    counts, profiles = _worker_counts(arguments.workers, usable), _profiles(arguments.profiles)
+    if not 0 < arguments.seconds < 3600:
+        raise UsageError(f"--seconds {arguments.seconds:g}: must be above 0 and below 3600")
+    if arguments.states is not None and not arguments.states.is_file():
+        raise UsageError(f"--states {arguments.states} is not a file; leave it out, and states are recorded first")
+    environment = trainer_environment(os.environ)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
+        folder = Path(name)
+        states = arguments.states or _record(folder, host, environment, trainer)
+        for profile in profiles:
+            for count in counts:
+                cpus = usable[:count] if sys.platform == "linux" else None
+                options = ("--profile", profile, "--c-loop")
+                ended, ceiling = run_ceiling(states.absolute(), cpus, environment, folder, arguments.seconds, *options)
+                found.append(_required(ended, ceiling))
+    return _summary(found)
 
 
-def bench_learner(arguments: argparse.Namespace) -> LearnerBench:
-    """Update cycles on random rows, in a process of the trainer."""
-    setup = _set_up(arguments)
-    asked = () if arguments.variants is None else ("--variants", arguments.variants)
-    with tempfile.TemporaryDirectory() as name:
-        output = Path(name) / "learner.json"
-        command = [*LEARNER, *NAMES, *asked, "--cycles", f"{arguments.cycles}", "--output", str(output)]
-        _run([*command, *setup.overrides], setup, Path(name))
-        return read_model(LearnerBench, output)
+def physics_lines(found: PhysicsBench) -> list[str]:
+    """A measurement as a table for people."""
+    rows = [
+        [
+            str(row.workers),
+            text.cpu_list(row.cpu_ids or ()),
+            row.profile,
+            text.rate(row.env_steps_per_second),
+            text.rate(row.c_loop_env_steps_per_second),
+            text.number(row.ratio, 3),
+        ]
+        for row in found.rows
+    ]
+    headers = ("workers", "CPUs", "profile", "env steps/s", "C loop", "ratio")
+    return [
+        f"mj_step ceiling: {text.count_of(found.snapshots, 'recorded state')} of "
+        f"{text.count_of(found.num_envs, 'environment')}, {found.decimation} physics steps each, "
+        f"MuJoCo {found.mujoco}, {found.cpu_model}",
+        text.plain_table(headers, rows, "rllrrr"),
+        *([] if found.c_loop_reason is None else [f"no C loop: {found.c_loop_reason}"]),
+    ]
 
 
-def bench_tick(arguments: argparse.Namespace, trainer: Sequence[str]) -> TickBench:
-    """Tail means of a short training run, whose folder is removed."""
-    if arguments.iterations < FEWEST_ITERATIONS:
-        raise UsageError(f"--iterations {arguments.iterations}: must be at least {FEWEST_ITERATIONS}")
-    setup = _set_up(arguments)
-    with tempfile.TemporaryDirectory() as name:
-        run = Path(name) / "run"
-        own = (f"training.log_dir={run}", "training.no_play=true", f"algo.max_iterations={arguments.iterations}")
-        _run([*trainer, *NAMES, *own, "algo.save_interval=-1", *setup.overrides], setup, Path(name))
-        try:
-            return summarize_tick(run, setup.smoke, arguments.iterations)
-        except Refusal as refusal:
-            raise ChildProcessError(f"no number: {refusal.code}: {refusal}") from None
+def _worker_counts(asked: str | None, usable: tuple[int, ...]) -> list[int]:
+    """Worker counts: those asked for, else one, all but the learner's CPU, and all."""
+    most = len(usable)
+    if asked is None:
+        return sorted({1, max(1, most - 1), most}) if sys.platform == "linux" else [most]
+    words = asked.split(",")
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise UsageError(f"--workers {asked}: write counts with commas, for example 1,{most}")
+    counts = [int(word) for word in words]
+    if max(counts) > most:
+        raise UsageError(f"--workers {asked}: this host offers {text.count_of(most, 'CPU')}")
+    if sys.platform != "linux" and set(counts) != {most}:
+        raise UsageError(f"--workers {asked}: threads can be placed on Linux only; leave it out")
+    return counts
 
 
-def summarize_tick(run: Path, smoke: bool, iterations: int) -> TickBench:
-    """Tail means of a finished run.
+def _profiles(asked: str | None) -> list[str]:
+    names = list(PROFILES) if asked is None else asked.split(",")
+    unknown = [name for name in names if name not in PROFILES]
+    if unknown:
+        raise UsageError(f"--profiles {asked}: no profile {unknown[0]!r}; there are {', '.join(PROFILES)}")
+    return names
 
-    Raises:
-        Refusal: If the run gives no number.
-    """
-    found, log = measure(run), read_events(run)
 
-    def means(tags: dict[str, str]) -> dict[str, float | None]:
-        return {stage: _mean(log, tag, found.window) for stage, tag in tags.items()}
+def _record(folder: Path, host: Host, environment: Mapping[str, str], trainer: Sequence[str]) -> Path:
+    """Train for a short time in `folder`; returns the recorded states."""
+    run, log = folder / "run", folder / "logs" / "train.log"
+    log.parent.mkdir()
+    on_gpu = host.gpu_unusable is None
+    visible = {VISIBLE_DEVICES: host.visible_gpus[0]} if on_gpu else {}
+    command = [*trainer, *TRAINING, *SHORT, *(() if on_gpu else SMALL), f"training.log_dir={run}"]
+    ended = run_cell(command, {**environment, **visible}, folder, log, TRAINING_LIMIT_SECONDS)
+    if ended.exit_code != 0:
+        _fail(ended, "the training that records states")
+    if not (run / STATES_FILE).is_file():
+        raise BenchFailedError(f"the training left no {STATES_FILE}")
+    return run / STATES_FILE
 
-    seconds, update = _mean(log, ITERATION_TIME, found.window), _mean(log, LEARNING_TIME, found.window)
-    if seconds is None:
-        raise ChildProcessError(f"no number: the run has no {ITERATION_TIME}")
-    pool, learner, tick = means(POOL), means(HOST), 1e3 * seconds
-    return TickBench(
-        smoke=smoke,
-        iterations=iterations,
-        points=found.window.points,
-        steps_per_second=found.steps_per_second,
-        tick_ms=tick,
-        exposed_ms=found.exposed_ms,
-        pool=pool,
-        pool_remainder_ms=_remainder(tick, pool),
-        learner=learner,
-        learner_remainder_ms=_remainder(tick, learner),
-        update_ms=None if update is None else 1e3 * update,
+
+def _required(ended: Ended, ceiling: Ceiling | None) -> Ceiling:
+    if ceiling is None:
+        _fail(ended, "the ceiling program")
+    return ceiling
+
+
+def _fail(ended: Ended, what: str) -> NoReturn:
+    """Raise what the end of a program means for the caller."""
+    if ended.outcome == "interrupted":
+        raise KeyboardInterrupt
+    message = f"{what}: {ended.reason}"
+    if ended.exit_code == EXIT_USAGE:
+        raise UsageError(message)
+    if ended.exit_code == EXIT_HOST_UNFIT:
+        raise HostUnfitError(message)
+    raise BenchFailedError(message)
+
+
+def _summary(found: list[Ceiling]) -> PhysicsBench:
+    first = found[0]
+    return PhysicsBench(
+        schema_version=1,
+        num_envs=first.num_envs,
+        snapshots=len(first.iterations),
+        decimation=first.decimation,
+        mujoco=first.mujoco,
+        cpu_model=first.cpu_model,
+        c_loop_reason=first.c_loop_reason,
+        rows=tuple(map(_row, found)),
     )
 
 
-def learner_lines(found: LearnerBench) -> list[str]:
-    """The variants as a table."""
-    eager = next((item.ms for item in found.variants if item.variant == "eager"), None)
-    rows = [
-        [
-            *(item.variant, text.significant(item.ms, 4)),
-            *(text.significant(extreme(item.cycles_ms), 4) for extreme in (min, max)),
-            text.NOTHING if eager is None else f"{eager / item.ms:.2f}\N{MULTIPLICATION SIGN}",
-            text.rate(item.kernels),
-            *(text.number(value, 1) for value in (item.compile_seconds, item.capture_seconds)),
-            f"{max(item.update_error.values(), default=0.0):.1e}",
-        ]
-        for item in found.variants
-    ]
-    headers = ("variant", "ms/cycle", "min", "max", "speed-up", "kernels", "compile s", "capture s", "update error")
-    sizes = ", ".join(f"{name} {value:,}" for name, value in sorted(found.sizes.items()))
-    return [
-        f"{_smoke(found.smoke)}{found.algo} on {found.task}: one update cycle on {found.device}, torch {found.torch}",
-        sizes,
-        "",
-        text.plain_table(headers, rows, "lrrrrrrrr"),
-        "",
-        "ms/cycle: median. Update error: |update - eager update| / |eager update| of one cycle, worst parameter group.",
-    ]
-
-
-def tick_lines(found: TickBench) -> list[str]:
-    """The tick by stage as a table."""
-    pool = {f"pool: {stage}": value for stage, value in found.pool.items()}
-    learner = {f"learner: {stage}": value for stage, value in found.learner.items()}
-    stages: dict[str, float | None] = {
-        "tick": found.tick_ms,
-        **pool,
-        "pool: remainder": found.pool_remainder_ms,
-        "exposed": found.exposed_ms,
-        **learner,
-        "learner: remainder": found.learner_remainder_ms,
-        "update on the device": found.update_ms,
-    }
-    rows = [
-        [stage, text.number(value), text.percent(None if value is None else value / found.tick_ms)]
-        for stage, value in stages.items()
-    ]
-    return [
-        f"{_smoke(found.smoke)}{text.rate(found.steps_per_second)} env steps/s; means of the last "
-        f"{found.points} of {text.count_of(found.iterations, 'tick')}",
-        "",
-        text.plain_table(("stage", "ms", "of the tick"), rows, "lrr"),
-        "",
-        "Exposed: the tick less the time inside the step. Stages of the pool follow each other. The update runs beside "
-        "them; what of it outlasts the step makes the pool idle.",
-    ]
-
-
-def _set_up(arguments: argparse.Namespace) -> Setup:
-    """Smoke where it is asked for or no GPU can be used, else the first visible GPU."""
-    host, _ = find_host()
-    asked = tuple(arguments.overrides)
-    overrides = check_overrides(tuple(word for word in asked if word != SMOKE))
-    environment = trainer_environment(os.environ)
-    if SMOKE in asked or host.gpu_unusable is not None:
-        why = "asked for" if SMOKE in asked else host.gpu_unusable
-        print(f"SMOKE: {why}; small sizes on the CPU, never a benchmark", file=sys.stderr)
-        return Setup(True, (SMOKE, *load_matrix("smoke").overrides, *overrides), environment)
-    return Setup(False, overrides, environment | {VISIBLE_DEVICES: host.visible_gpus[0]})
-
-
-def _run(command: Sequence[str], setup: Setup, folder: Path) -> None:
-    """Run a process to its end; its failure becomes an error with the last line it said."""
-    log = folder / "logs" / "bench.log"
-    log.parent.mkdir()
-    ended = run_cell(command, setup.environment, folder, log, TIMEOUT)
-    if ended.outcome == "interrupted":
-        raise KeyboardInterrupt
-    if ended.exit_code == EXIT_OK:
-        return
-    kind = {EXIT_USAGE: UsageError, EXIT_HOST_UNFIT: HostUnfitError}.get(ended.exit_code or 0, ChildProcessError)
-    raise kind(f"the measured process failed: {ended.reason}")
-
-
-def _conclude(arguments: argparse.Namespace, found: Strict, lines: list[str]) -> int:
-    if arguments.output is not None:
-        arguments.output.write_text(canonical_json(found), encoding="utf-8")
-    sys.stdout.write(canonical_json(found) if arguments.json else "".join(f"{line}\n" for line in lines))
-    return EXIT_OK
-
-
-def _mean(log: EventLog, tag: str, window: Window) -> float | None:
-    """Mean of a tag over the window, or None where it has no point there."""
-    series = log.scalars.get(tag)
-    values = series.values[series.steps >= window.first_step] if series is not None else np.empty(0)
-    return float(np.mean(values)) if values.size else None
-
-
-def _remainder(tick: float, stages: dict[str, float | None]) -> float | None:
-    known = [value for value in stages.values() if value is not None]
-    return tick - sum(known) if len(known) == len(stages) else None
-
-
-def _smoke(smoke: bool) -> str:
-    return "SMOKE, not a benchmark: " if smoke else ""
+def _row(found: Ceiling) -> PhysicsRow:
+    plain = None if found.c_loop is None else found.c_loop.env_steps_per_second
+    return PhysicsRow(
+        workers=found.workers,
+        cpu_ids=found.cpu_ids,
+        profile=found.profile,
+        env_steps_per_second=found.env_steps_per_second,
+        c_loop_env_steps_per_second=plain,
+        ratio=None if plain is None else found.env_steps_per_second / plain,
+    )

@@ -16,7 +16,7 @@ from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
-from repro.matrix import Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
 from repro.place import Cpu
 from repro.plan import TRAINER, Plan, make_plan
 from repro.provenance import find_source
@@ -68,9 +68,7 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
         case "report":
             return _report(arguments)
         case "bench":
-            from repro.bench import bench
-
-            return bench(arguments, trainer)
+            return _bench(arguments, trainer)
         case _:
             return _verify(arguments)
 
@@ -117,7 +115,7 @@ def _require_runnable(plan: Plan) -> None:
 
 
 def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
-    overrides = tuple(arguments.override)
+    overrides = (*arguments.override, *((TRACE_OVERRIDE,) if arguments.trace else ()))
     matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
     return make_plan(
         matrix,
@@ -150,6 +148,7 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     from rich.console import Console
 
     from repro.benchmarks import LIMIT_SECONDS
+    from repro.cycle import bounding_stages
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
@@ -169,7 +168,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
-    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", following)))
+    stages = bounding_stages(report.evidence)
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, f"{out_dir / REPORT_FILE}", following)))
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code
@@ -223,6 +223,22 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
     return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def _bench(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    if arguments.part != "physics":
+        from repro.bench_training import bench_training
+
+        return bench_training(arguments, trainer)
+    from repro.bench import BenchFailedError, bench_physics, physics_lines
+
+    host, topology = find_host()
+    try:
+        found = bench_physics(arguments, host, topology, trainer)
+    except BenchFailedError as error:
+        return _refuse(str(error), EXIT_FAILED)
+    sys.stdout.write(canonical_json(found) if arguments.json else _lines(physics_lines(found)))
+    return EXIT_OK
 
 
 def program_name(started_as: str) -> str:

@@ -43,14 +43,14 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
-# Fields younger than the first published plans: not written where they hold their default, so that those still verify.
-LATER_FIELDS = {"benchmarks": False}
+TRACE_OVERRIDE = "training.trace_enabled=true"  # what --trace adds to every run
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
     "training.log_dir": "the suite gives every cell its own folder; use --out",
     "training.no_play": "the suite always sets it to true",
     "training.smoke": "it follows the matrix's smoke flag",
     "algo.max_iterations": "use iterations in the matrix or --iterations",
+    "training.record_states": "use ceiling = true in the matrix",
     "env.cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
@@ -121,6 +121,7 @@ class Matrix(Strict):
         name: Name of the matrix.
         reason: The question it answers.
         smoke: Runs the trainer's CPU smoke mode; never a benchmark.
+        learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
         algo: Algorithm of every case.
         task: Task of every case.
         sim: Physics backend of every case.
@@ -133,6 +134,7 @@ class Matrix(Strict):
         startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
         benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
+        ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -141,6 +143,7 @@ class Matrix(Strict):
     name: Name
     reason: Reason
     smoke: bool
+    learning: bool = False
     algo: Name
     task: Name
     sim: Name
@@ -153,6 +156,7 @@ class Matrix(Strict):
     startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
     benchmarks: bool = False
+    ceiling: bool = False
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -161,11 +165,6 @@ class Matrix(Strict):
     @classmethod
     def _grammar(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
         return check_overrides(overrides)
-
-    @model_serializer(mode="wrap")
-    def _without_later_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = handler(self)
-        return {key: value for key, value in written.items() if key not in LATER_FIELDS or value != LATER_FIELDS[key]}
 
     @model_validator(mode="after")
     def _names(self) -> Self:
@@ -181,6 +180,21 @@ class Matrix(Strict):
             if item.numerator == item.denominator:
                 raise ValueError(f"comparison {item.name!r} compares {item.numerator!r} with itself")
         return self
+
+    @model_validator(mode="after")
+    def _one_question(self) -> Self:
+        if self.learning and self.comparisons:
+            raise ValueError(
+                f"learning = true, but comparison {self.comparisons[0].name!r} compares rates; "
+                "a learning matrix gives no verdict on speed, take it out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what older files do not have, so that their bytes stay what they were."""
+        content: dict[str, Any] = serialize(self)
+        return content if self.learning else {key: value for key, value in content.items() if key != "learning"}
 
     @model_validator(mode="after")
     def _devices(self) -> Self:

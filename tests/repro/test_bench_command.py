@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +9,14 @@ from pathlib import Path
 import pytest
 from session_builder import TRAINER, make_host
 
-from repro import bench
-from repro.arguments import build_parser
-from repro.bench import POOL, LearnerBench, Variant, learner_lines, summarize_tick, tick_lines
+from repro import bench_training as bench
+from repro.bench_training import POOL, LearnerBench, Variant, learner_lines, summarize_tick, tick_lines
 from repro.cli import main
 from repro.launch import Ended
 from repro.schema import canonical_json
 from repro.text import NOTHING
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-COMMON = ["KEY=VALUE", "--json", "--output"]
 SMALL = ["algo.actor_hidden_dim=8", "algo.critic_hidden_dim=8", "algo.replay_buffer_n=4", "algo.num_atoms=5"]
 
 
@@ -31,21 +28,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "find_host", lambda: make_host(cpus=16, gpu_count=2))
-
-
-def test_the_command_line_is_frozen() -> None:
-    def below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-        (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        return dict(commands.choices)
-
-    found = {
-        name: [action.option_strings[0] if action.option_strings else action.metavar for action in kind._actions[1:]]
-        for name, kind in below(below(build_parser())["bench"]).items()
-    }
-    assert {name: found[name] for name in ("learner", "tick")} == {
-        "learner": [*COMMON, "--variants", "--cycles"],
-        "tick": [*COMMON, "--iterations"],
-    }
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -60,7 +42,7 @@ def test_a_tick_without_a_gpu_is_smoke_and_leaves_only_the_output(
     assert captured.out == output.read_text() and captured.err.startswith("SMOKE: the driver lists no GPU; small sizes")
     found = json.loads(captured.out)
     assert (found["smoke"], found["iterations"], found["points"]) == (True, 100, 50)
-    assert found["pool"]["idle"] is None and found["pool_remainder_ms"] is None  # the fake trainer logs no stages
+    assert found["pool_remainder_ms"] == pytest.approx(found["tick_ms"] - sum(found["pool"].values()), abs=1e-6)
     assert found["update_ms"] == pytest.approx(0.3 * found["tick_ms"], rel=1e-5)
     assert list(tmp_path.iterdir()) == [output]
     assert main(["bench", "tick", "--output", str(output)], trainer=TRAINER) == 2
@@ -81,6 +63,11 @@ def test_stages_are_means_of_the_tail_and_the_remainder_is_stated(fake_run: Call
     rows = {line[:24].strip(): line[24:].split() for line in lines[3:14]}
     assert rows["pool: inside step"] == ["14.00", "87.5", "%"]
     assert rows["pool: remainder"] == ["0.25", "1.6", "%"]
+
+
+def test_a_stage_that_is_not_logged_leaves_no_remainder(fake_run: Callable[..., Path]) -> None:
+    found = summarize_tick(fake_run(tags={POOL["idle"]: None}), True, 60)
+    assert found.pool["idle"] is None and found.pool_remainder_ms is None
 
 
 @pytest.mark.usefixtures("no_gpu")

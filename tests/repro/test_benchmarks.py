@@ -19,7 +19,7 @@ from repro.journal import read_journal
 from repro.launch import Ended, trainer_environment
 from repro.layout import BENCHMARKS_FILE, MANIFEST_FILE
 from repro.manifest import read_manifest, write_manifest
-from repro.matrix import load_matrix, parse_matrix
+from repro.matrix import load_matrix
 from repro.redact import PROJECT
 from repro.schema import canonical_json
 from repro.verify import verify
@@ -162,7 +162,7 @@ def test_a_session_without_them_says_why_or_nothing(tmp_path: Path, monkeypatch:
     assert checked(out)[0]
     _, out = run_session(tmp_path / "does_not_ask", matrix_text({"a": {}}))
     assert "Micro-benchmarks" not in (out / "report.md").read_text()
-    assert not (out / BENCHMARKS_FILE).exists() and "benchmarks" not in (out / "plan.json").read_text()
+    assert not (out / BENCHMARKS_FILE).exists()
 
 
 def test_an_interrupt_during_them_ends_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +215,3 @@ def test_benchmarks_that_nobody_asked_for_are_found(tmp_path: Path) -> None:
 
 def test_a_record_matrix_asks_for_them_and_smoke_does_not() -> None:
     assert load_matrix("single").benchmarks and not load_matrix("smoke").benchmarks
-
-
-def test_plans_of_before_keep_their_bytes() -> None:
-    plain = parse_matrix(matrix_text({"a": {}}), "a")
-    assert "benchmarks" not in canonical_json(plain)
-    assert '"benchmarks": true' in canonical_json(parse_matrix(ASKING, "a"))

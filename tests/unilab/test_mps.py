@@ -108,10 +108,10 @@ def test_rows_and_command_are_copied_by_the_calling_thread(calls: list[tuple[str
         reset_rows=watched(N, SPEC.reset_width),
     )
     channel.slots[1].fill(7)
-    link, before = DeviceExchange(channel, environment), threading.active_count()
+    link, before = DeviceExchange(channel, [environment]), threading.active_count()
     calls.clear()
     link.upload(1)
-    link.download()
+    link.download(0)
     assert [name for name, _, _ in calls] == ["copy_"] * 4
     assert {thread for _, thread, _ in calls} == {threading.get_ident()}
     assert not any(keywords.get("non_blocking") for _, _, keywords in calls)  # the slot is given back right afterwards
