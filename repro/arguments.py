@@ -89,9 +89,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
-    for name, summary, add in (("physics", "the mj_step ceiling, beside a plain C loop", _add_bench_physics),):
-        add(kinds.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART", parser_class=Parser)
+    for name, summary, add in (
+        ("physics", "the mj_step ceiling, beside a plain C loop", _add_bench_physics),
+        ("learner", "milliseconds of an update cycle: eager, Inductor, CUDA graph, both", _add_bench_learner),
+        ("tick", "where the time of a tick goes, from a short run", _add_bench_tick),
+    ):
+        add(parts.add_parser(name, help=summary, description=summary, allow_abbrev=False))
 
 
 def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
@@ -102,3 +106,20 @@ def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profiles", metavar="P,P", help="solver paths (default: reference,exact,fast)")
     parser.add_argument("--seconds", metavar="S", type=float, default=4.0, help="of each measurement (default 4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--variants", metavar="A,B", help="some of eager,inductor,graph,inductor+graph (default: all)")
+    parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
+
+
+def _add_bench_tick(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--iterations", metavar="I", type=int, default=100, help="training iterations (default 100)")
+
+
+def _add_bench_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="trainer settings")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")

@@ -68,9 +68,7 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
         case "report":
             return _report(arguments)
         case "bench":
-            from repro.bench_physics import run_bench
-
-            return run_bench(arguments, trainer)
+            return _bench(arguments, trainer)
         case _:
             return _verify(arguments)
 
@@ -149,6 +147,7 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
 def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
     from rich.console import Console
 
+    from repro.benchmarks import LIMIT_SECONDS
     from repro.cycle import bounding_stages
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
@@ -158,6 +157,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
 
     out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
     print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    if plan.matrix.benchmarks:
+        print(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
     if plan.cleared_environment:
         print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
     sys.stdout.flush()
@@ -222,6 +223,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
     return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def _bench(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    if arguments.part == "physics":
+        from repro.bench_physics import run_bench
+
+        return run_bench(arguments, trainer)
+    from repro.bench_training import bench_training
+
+    return bench_training(arguments, trainer)
 
 
 def program_name(started_as: str) -> str:

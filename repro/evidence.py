@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
 from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.layout import BENCHMARKS_FILE, HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, same_words
@@ -82,6 +83,7 @@ class Evidence:
         journal: What happened.
         cells: One entry for each planned cell, in order.
         inputs: SHA-256 of every raw file by its relative path.
+        benchmarks: The micro-benchmarks, or None where the session ran none.
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Evidence:
     journal: tuple[Entry, ...]
     cells: tuple[CellEvidence, ...]
     inputs: Mapping[str, str]
+    benchmarks: Benchmarks | None = None
 
 
 def read_evidence(out_dir: Path) -> Evidence:
@@ -106,7 +109,8 @@ def read_evidence(out_dir: Path) -> Evidence:
     stop = usage_stop(journal)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
-    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs)
+    benchmarks = _read_benchmarks(out_dir, plan, journal)
+    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs, benchmarks)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
@@ -140,6 +144,20 @@ def _read_canonical(model: type[Model], path: Path) -> Model:
     if path.read_bytes() != canonical_json(found.model_dump(mode="json", exclude_unset=True)).encode():
         raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
     return found
+
+
+def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> Benchmarks | None:
+    """The micro-benchmarks of a session; None where its matrix asks for none, or it ended before they did."""
+    events = {entry.event for entry in journal}
+    asked, started = plan.matrix.benchmarks, "benchmarks_started" in events
+    present = (out_dir / BENCHMARKS_FILE).exists()
+    if started and not asked:
+        raise UsageError(f"{JOURNAL_FILE} has micro-benchmarks, though the matrix does not ask for them")
+    if asked and not started and "cell_started" in events:
+        raise UsageError(f"{JOURNAL_FILE} has no micro-benchmarks, though the matrix asks for them")
+    if present and not started:
+        raise UsageError(f"{BENCHMARKS_FILE} is there, though {JOURNAL_FILE} says that no micro-benchmark was started")
+    return _read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
 def _require_logs(out_dir: Path, cells: list[Cell]) -> None:

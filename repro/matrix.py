@@ -133,6 +133,7 @@ class Matrix(Strict):
         timeout_seconds: Limit for one cell.
         startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
+        benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
         ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
@@ -154,6 +155,7 @@ class Matrix(Strict):
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
+    benchmarks: bool = False
     ceiling: bool = False
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from repro import text
+from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
@@ -71,6 +72,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
+        "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
         "order": ", ".join(f"{c.id}{' (discarded)' if c.warmup else ''}" for c in evidence.plan.cells),
@@ -165,6 +167,13 @@ def _problems(evidence: Evidence) -> str:
         [item.cell.id, item.status.replace("_", " "), item.reason or text.NOTHING] for item in missing_cells(evidence)
     ]
     return markdown_table(("cell", "status", "reason"), rows, "lll") if rows else ""
+
+
+def _benchmarks(evidence: Evidence) -> str:
+    found = evidence.benchmarks
+    if found is None:
+        return ""
+    return benchmark_table(found) if found.reason is None else f"None: {found.reason}."
 
 
 def _notes(evidence: Evidence) -> list[str]:

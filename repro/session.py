@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from repro.benchmarks import run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
-from repro.journal import Journal
+from repro.journal import Journal, Outcome
 from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
@@ -121,6 +122,9 @@ def run_cells(
     """
     with _signals_interrupt(), view:
         try:
+            if plan.matrix.benchmarks and _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
+                journal.write("session_interrupted")
+                return True
             for cell in plan.runnable:
                 view.started(cell)
                 evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
@@ -135,6 +139,14 @@ def run_cells(
             return True
     journal.write("session_ended")
     return False
+
+
+def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
+    """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
+    journal.write("benchmarks_started")
+    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
+    return ended.outcome if ended is not None else None
 
 
 def _run_one(

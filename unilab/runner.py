@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from unilab.capture import Phase
+from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import EventLog, Record
@@ -197,7 +197,7 @@ class Runner:
         self._states = directory.path / STATES_FILE if self._snapshots else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # None, and so no stream, away from CUDA
+        with on_stream(self._stream):
             self._train()
 
     def _train(self) -> None:

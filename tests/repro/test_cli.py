@@ -29,7 +29,11 @@ COMMANDS = {
     "verify": ["OUT_DIR"],
     "bench": ["KIND"],
 }
-BENCHES = {"physics": ["--states", "--workers", "--profiles", "--seconds", "--json"]}
+BENCHES = {
+    "physics": ["--states", "--workers", "--profiles", "--seconds", "--json"],
+    "learner": ["KEY=VALUE", "--json", "--output", "--variants", "--cycles"],
+    "tick": ["KEY=VALUE", "--json", "--output", "--iterations"],
+}
 
 
 @pytest.fixture
