@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from repro.errors import UsageError
+from repro.events import Refusal
 from repro.launch import GRACE_SECONDS, Ended, run_cell
 from repro.layout import CEILING_FILE
 from repro.plan import Cell, is_pinned
-from repro.run_files import find_value
+from repro.run_files import find_value, read_json
 from repro.schema import Strict, canonical_json, parse_model, read_model
-from unilab.names import STATES_FILE
+from unilab.names import CONFIG_FILE, STATES_FILE
 
 PROGRAM = (sys.executable, "-P", "-m", "unilab.physics.ceiling")
 SECONDS = 2.0
@@ -45,6 +46,7 @@ class Ceiling(Times):
         c_loop_reason: Why there is no C loop, or None.
         iterations: Training iteration of each snapshot.
         num_envs: Environments of a batch.
+        groups: Groups of environments that took turns.
         decimation: Physics steps of an env step.
         timestep: Seconds of a physics step.
         profile: Solver path.
@@ -60,6 +62,7 @@ class Ceiling(Times):
     c_loop_reason: str | None
     iterations: tuple[int, ...]
     num_envs: Annotated[int, Field(ge=1)]
+    groups: int
     decimation: int
     timestep: float
     profile: str
@@ -121,7 +124,12 @@ def _measure(
     if not (out_dir / states).is_file():
         return None, CeilingRecord(reason=f"the run left no {STATES_FILE}")
     cpu_ids = cell.cpu_ids if is_pinned(cell) else None
-    ended, ceiling = run_ceiling(states, cpu_ids, environment, out_dir, SECONDS, grace=grace)
+    try:
+        groups = find_value(read_json(out_dir / cell.run / CONFIG_FILE), "env", "physics_groups")
+    except Refusal as refusal:
+        return None, CeilingRecord(reason=str(refusal))
+    options = () if groups is None else ("--groups", str(groups))
+    ended, ceiling = run_ceiling(states, cpu_ids, environment, out_dir, SECONDS, *options, grace=grace)
     return ended, CeilingRecord(ceiling=ceiling, reason=ended.reason)
 
 

@@ -15,7 +15,6 @@ import time
 import traceback
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias
 
 from unilab.channel import ERROR, READY, SETUP, SLOTS, STOP, Channel, PeerGone, Pipe
 from unilab.physics.mujoco_pool import MujocoPool
@@ -25,7 +24,6 @@ from unilab.physics.states import StateRecorder
 
 # A learner may compile for minutes before the first command; its death is seen at once, as end-of-file.
 COMMAND_TIMEOUT = 1800.0
-Recording: TypeAlias = tuple[int, int] | None  # a turn's inputs are to be kept as this snapshot, of this iteration
 SWITCH_INTERVAL = 1e-4  # seconds; the pool must not wait long for the carrier to let go of the interpreter
 
 
@@ -51,7 +49,7 @@ class Collector:
         self._channel = Channel(memory_fd, spec, setup["num_envs"], setup["groups"])
         self._recorder = StateRecorder(self._pool, setup["record_states"])
         self._states_path: str | None = None
-        self._due: queue.SimpleQueue[tuple[int, Recording] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._stepped: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._applied = [(0, 0)] * len(self._channel.groups)
         self._failure: Exception | None = None
@@ -65,13 +63,9 @@ class Collector:
         """
         sys.setswitchinterval(SWITCH_INTERVAL)
         threading.Thread(target=self._carry_until_stopped, name="carrier", daemon=True).start()
-        while (due := self._due.get()) is not None:
-            turn, recording = due
-            rows = self._channel.rows(turn)
-            if recording is not None:
-                self._recorder.take(recording[0], rows, recording[1])
+        while (turn := self._due.get()) is not None:
             began = time.monotonic_ns()
-            self._pool.step(rows)
+            self._pool.step(self._channel.rows(turn))
             self._stepped.put((began, time.monotonic_ns()))
         if self._failure is not None:
             raise self._failure
@@ -113,7 +107,9 @@ class Collector:
         received = time.monotonic_ns()
         self._pool.apply(channel.ctrl, channel.codes, channel.reset_rows, channel.rows(turn))
         self._applied[turn % len(channel.groups)] = received, time.monotonic_ns()
-        self._due.put((turn, payload))
+        if payload is not None:
+            self._recorder.take(payload[0], channel.rows(turn), payload[1])
+        self._due.put(turn)
         return True
 
     def _publish(self, turn: int) -> None:

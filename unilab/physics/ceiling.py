@@ -8,8 +8,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import get_native_id
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,11 +19,12 @@ import numpy as np
 from unilab.names import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
 from unilab.physics.c_loop import CLoop, NoCLoop
 from unilab.physics.mujoco_pool import MujocoPool
-from unilab.physics.pinning import LINUX, allowed_cpus, cpu_model
-from unilab.physics.spec import PROFILES
+from unilab.physics.pinning import LINUX, allowed_cpus, confine, cpu_model
+from unilab.physics.spec import GROUP_COUNTS, PROFILES, row_groups
 from unilab.physics.states import States, load_states
 
 SECONDS = 2.0
+GROUPS = 2  # as env.physics_groups
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _cpu_ids(arguments.cpu_ids, arguments.workers),
             arguments.seconds,
             arguments.c_loop,
+            arguments.groups,
         )
     except ValueError as error:
         return _refuse(str(error), EXIT_USAGE)
@@ -71,14 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def measure_ceiling(states: States, cpu_ids: list[int] | None, seconds: float, c_loop: bool = False) -> dict[str, Any]:
-    """Step every snapshot in turn, as a tick of training does, and time nothing but the step.
+def measure_ceiling(
+    states: States, cpu_ids: list[int] | None, seconds: float, c_loop: bool = False, groups: int = GROUPS
+) -> dict[str, Any]:
+    """Step every snapshot in turn, in the groups of a tick of training, and time nothing but the step.
 
     Args:
         states: snapshots of a run.
         cpu_ids: CPUs of the workers, worker i on the i-th; None leaves placement to the system.
         seconds: how long to go on; two rounds over all snapshots are made at least, the first is not counted.
         c_loop: run a plain C loop in turn with the pool.
+        groups: groups of simulations that take turns, as `env.physics_groups` of a run.
 
     Returns:
         What the program prints.
@@ -89,9 +96,11 @@ def measure_ceiling(states: States, cpu_ids: list[int] | None, seconds: float, c
     """
     began = time.monotonic()
     pool = MujocoPool(states.spec, states.num_envs, cpu_ids)
+    rows = row_groups(states.num_envs, groups)
     with contextlib.ExitStack() as stack:
         loop, reason = _c_loop(stack, states, pool) if c_loop else (None, None)
-        own, plain = _rounds(pool, states, seconds, None if loop is None else loop.round)
+        stepper = stack.enter_context(Stepper(pool, states, rows, cpu_ids))
+        own, plain = _rounds(stepper.round, seconds, None if loop is None else loop.round)
         if loop is not None:
             _require_same(pool, states, loop)
     if pool.failure is not None:
@@ -103,6 +112,7 @@ def measure_ceiling(states: States, cpu_ids: list[int] | None, seconds: float, c
         "c_loop_reason": reason,
         "iterations": list(states.iterations),
         "num_envs": states.num_envs,
+        "groups": len(rows),
         "decimation": states.spec.decimation,
         "timestep": states.spec.timestep,
         "profile": states.spec.profile,
@@ -115,22 +125,58 @@ def measure_ceiling(states: States, cpu_ids: list[int] | None, seconds: float, c
 
 
 def _rounds(
-    pool: MujocoPool, states: States, seconds: float, plain: Callable[[], list[float]] | None
+    pool: Callable[[], list[float]], seconds: float, plain: Callable[[], list[float]] | None
 ) -> tuple[Times, Times]:
     """Rounds of the pool, and of the C loop in turn with them."""
     own, other, began = Times(), Times(), time.monotonic()
     while len(own.rounds) < 2 or time.monotonic() - began < seconds:
-        own.rounds.append([_timed_step(pool, states, index) for index in range(len(states.iterations))])
+        own.rounds.append(pool())
         if plain is not None:
             other.rounds.append(plain())
     return own, other
 
 
-def _timed_step(pool: MujocoPool, states: States, index: int) -> float:
-    pool.restore(states.snapshot(index))
-    began = time.perf_counter()
-    pool.step()
-    return time.perf_counter() - began
+class Stepper:
+    """Steps every snapshot, group after group; with several groups a second thread restores the next one meanwhile.
+
+    Args:
+        pool: the simulations.
+        states: what they start from.
+        rows: the groups.
+        cpu_ids: CPUs that the second thread may use, those of the workers; None for any.
+    """
+
+    def __init__(self, pool: MujocoPool, states: States, rows: Sequence[slice], cpu_ids: list[int] | None) -> None:
+        self._pool, self._states = pool, states
+        self._turns = [(index, part) for index in range(len(states.iterations)) for part in rows]
+        self._overlap = len(rows) > 1
+        self._carrier = ThreadPoolExecutor(1)
+        if cpu_ids is not None:  # any CPU of the list, not only that of the thread it is started from
+            self._carrier.submit(lambda: confine(get_native_id(), cpu_ids)).result()
+
+    def __enter__(self) -> Stepper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._carrier.shutdown()
+
+    def round(self) -> list[float]:
+        """Seconds inside the step, one value for each snapshot."""
+        seconds = [0.0] * len(self._states.iterations)
+        restored = self._carrier.submit(self._restore, *self._turns[0])
+        for number, (index, rows) in enumerate(self._turns, 1):
+            restored.result()
+            if self._overlap and number < len(self._turns):
+                restored = self._carrier.submit(self._restore, *self._turns[number])
+            began = time.perf_counter()
+            self._pool.step(rows)
+            seconds[index] += time.perf_counter() - began
+            if not self._overlap and number < len(self._turns):
+                restored = self._carrier.submit(self._restore, *self._turns[number])
+        return seconds
+
+    def _restore(self, index: int, rows: slice) -> None:
+        self._pool.restore(self._states.snapshot(index), rows)
 
 
 def _c_loop(stack: contextlib.ExitStack, states: States, pool: MujocoPool) -> tuple[CLoop | None, str | None]:
@@ -142,7 +188,8 @@ def _c_loop(stack: contextlib.ExitStack, states: States, pool: MujocoPool) -> tu
 
 def _require_same(pool: MujocoPool, states: States, loop: CLoop) -> None:
     for index, iteration in enumerate(states.iterations):
-        _timed_step(pool, states, index)
+        pool.restore(states.snapshot(index))
+        pool.step()
         if not np.array_equal(pool.inputs()["state"], loop.after[index], equal_nan=True):
             raise RuntimeError(f"the C loop steps the states of iteration {iteration} to others than the pool")
 
@@ -173,6 +220,7 @@ def _parser() -> _Parser:
     cpus.add_argument("--workers", metavar="N", type=int, help="workers, on the first allowed CPUs")
     parser.add_argument("--profile", choices=PROFILES, help="solver path (default: that of the run)")
     parser.add_argument("--seconds", metavar="S", type=_seconds, default=SECONDS, help="how long (default 2)")
+    parser.add_argument("--groups", type=int, default=GROUPS, choices=GROUP_COUNTS, help="as the run's (default 2)")
     parser.add_argument("--c-loop", action="store_true", help="also time a plain C loop")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write there instead of printing")
     return parser

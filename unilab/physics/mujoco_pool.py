@@ -207,16 +207,16 @@ class MujocoPool:
         """A copy of `inputs`."""
         return {name: values.copy() for name, values in self.inputs(rows).items()}
 
-    def restore(self, snapshot: Mapping[str, Values]) -> None:
-        """Put a snapshot of all simulations back, so that `step` does again what it did after it.
+    def restore(self, snapshot: Mapping[str, Values], rows: slice = slice(None)) -> None:
+        """Put simulations back to a snapshot of all, so that `step` does again what it did after it.
 
         Args:
             snapshot: arrays as in `inputs`, (N, …).
+            rows: the simulations; the others may be stepping meanwhile.
         """
-        everyone = np.arange(self.num_envs)
-        self._batch.state[:] = snapshot["state"]
+        self._batch.state[rows] = snapshot["state"][rows]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][1](self._batch, everyone, snapshot[name])
+            MODEL_FIELDS[name][1](self._batch, self._ids[rows], snapshot[name][rows])
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:

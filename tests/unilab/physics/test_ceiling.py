@@ -70,11 +70,23 @@ def test_workers_and_profile_are_those_asked_for(states_file: Path, tmp_path: Pa
 
 
 def test_two_rounds_are_made_at_least_and_the_first_is_not_counted(states_file: Path) -> None:
-    own, plain = ceiling._rounds(
-        MujocoPool(load_states(states_file).spec, ENVS), load_states(states_file), 1e-9, lambda: [9.0, 1.0, 2.0]
-    )
+    own, plain = ceiling._rounds(lambda: [0.5, 0.25, 0.25], 1e-9, lambda: [9.0, 1.0, 2.0])
+    assert own.rounds == [[0.5, 0.25, 0.25]] * 2
     assert [len(part.rounds) for part in (own, plain)] == [2, 2]
     assert plain.summary(ENVS) == {"env_steps_per_second": ENVS * 3 / 12.0, "step_seconds": [[9.0], [1.0], [2.0]]}
+
+
+@pytest.mark.parametrize("rows", [[slice(0, ENVS)], [slice(0, 1), slice(1, ENVS)]], ids=["one", "two"])
+def test_every_group_starts_from_its_snapshot(rows: list[slice], states_file: Path) -> None:
+    """States are put back while the other group steps; in the end all are what one step of the last snapshot gives."""
+    states = load_states(states_file)
+    pool, expected = MujocoPool(states.spec, ENVS), MujocoPool(states.spec, ENVS)
+    with ceiling.Stepper(pool, states, rows, None) as stepper:
+        seconds = [stepper.round() for _ in range(3)][-1]
+    assert len(seconds) == 3 and min(seconds) > 0
+    expected.restore(states.snapshot(2))
+    expected.step()
+    assert np.array_equal(pool.inputs()["state"], expected.inputs()["state"])
 
 
 @compiled
