@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from repro.evidence import CellEvidence, Evidence
 from repro.layout import FIGURES_DIR
-from repro.learning import TRACKING_ERROR_ANG, TRACKING_ERROR_LIN, WALKING_LENGTH, Learning
+from repro.learning import WALKING_LENGTH, Learning
 from repro.result import Result
-from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD
+from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 
 RATES_FIGURE = f"{FIGURES_DIR}/rates.svg"
 STEPS_FIGURE = f"{FIGURES_DIR}/steps.svg"

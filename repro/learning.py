@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from repro.events import Reason, Refusal
 from repro.run_files import read_json
 from repro.throughput import Throughput
-from unilab.names import CONFIG_FILE, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERRORS
+from unilab.names import CONFIG_FILE, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 
 WALKING_LENGTH = 900.0  # control steps of a mean episode, of at most 1000: the policy falls rarely
-TRACKING_ERROR_LIN, TRACKING_ERROR_ANG = TRACKING_ERRORS
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,8 @@ def leaves(value: Any, prefix: str = "") -> set[str]:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("docs") / "run"
     command = [sys.executable, "-m", "unilab.train", "--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
-    subprocess.run([*command, *TINY.split(), f"training.log_dir={path}"], check=True, capture_output=True, timeout=100)
+    command += [*TINY.split(), "training.trace_enabled=true", "training.record_states=2", f"training.log_dir={path}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
     return path
 
 

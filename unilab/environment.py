@@ -12,12 +12,13 @@ import copy
 import torch
 from torch import Tensor
 
-from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERRORS
+from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
 
 EPISODE_WINDOW = 100
+TRACKING_ERRORS = (TRACKING_ERROR_LIN, TRACKING_ERROR_ANG)
 
 
 class Environment:

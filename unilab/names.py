@@ -36,7 +36,8 @@ PACK_MS = "Perf/collector_replay_write_ms"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
-TRACKING_ERRORS = ("Episode/tracking_error_lin", "Episode/tracking_error_ang")  # m/s, rad/s
+TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
+TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
 
 # Exit codes of every command line.
 EXIT_OK = 0

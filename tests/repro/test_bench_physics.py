@@ -125,7 +125,7 @@ def test_a_bench_needs_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench"])
     assert caught.value.code == 2
-    assert "repro bench: the following arguments are required: KIND" in capsys.readouterr().err
+    assert "repro bench: the following arguments are required: PART" in capsys.readouterr().err
 
 
 def test_cpus_of_a_bench_are_those_that_a_cell_would_get(states: Path) -> None:

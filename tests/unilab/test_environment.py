@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unilab.environment import EPISODE_WINDOW, Environment
+from unilab.environment import EPISODE_WINDOW, TRACKING_ERRORS, Environment
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
@@ -234,7 +234,7 @@ def test_metrics_are_tagged_scalars(env: Environment) -> None:
     metrics = env.metrics()
     rewards = [f"reward/{name}" for name in env.task.reward_names]
     train = ["mean_reward", "mean_episode_length", "penalty_scale", "invalid_rows"]
-    assert set(metrics) == {*rewards, *(f"Train/{name}" for name in train), "Episode/timeout_rate"}
+    assert set(metrics) == {*rewards, *(f"Train/{name}" for name in train), "Episode/timeout_rate", *TRACKING_ERRORS}
     assert all(value.shape == () and value.dtype == torch.float32 for value in metrics.values())
     assert metrics["Train/mean_reward"].item() == 0
 
@@ -247,6 +247,17 @@ def test_reward_terms_are_means_before_the_time_step(env: Environment) -> None:
     env.summarize()
     assert env.metrics()["reward/penalty_ang_vel_xy"].item() == pytest.approx(-0.0625 * 4 / 8)
     assert env.metrics()["reward/alive"].item() == pytest.approx(10)
+
+
+def test_tracking_errors_are_means_over_valid_rows(env: Environment) -> None:
+    env.command.copy_(torch.tensor([0.3, 0.4, -0.2]).expand(8, -1))
+    env.command[5] = 100.0
+    stand_still(env)
+    env.fields[5, 20] = math.nan
+    env.draw()
+    env.complete()
+    env.summarize()
+    assert [env.metrics()[tag].item() for tag in TRACKING_ERRORS] == pytest.approx([0.5, 0.2])
 
 
 def test_returns_add_up_until_the_episode_ends(env: Environment) -> None:
