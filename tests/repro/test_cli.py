@@ -27,7 +27,7 @@ COMMANDS = {
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
-    "bench": ["KIND"],
+    "bench": ["PART"],
 }
 BENCHES = {
     "physics": ["--states", "--workers", "--profiles", "--seconds", "--json"],
