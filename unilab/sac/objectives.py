@@ -141,3 +141,14 @@ def actor_objective(
     probabilities = F.softmax(critic(batch.critic, action).float(), -1)
     value = (probabilities * points).sum(-1).mean(0)
     return (alpha * log_pi - value).mean(), -log_pi.detach().mean()
+
+
+def temperature_objective(log_alpha: Tensor, log_pi: Tensor, target_entropy: float) -> Tensor:
+    """Temperature times the excess of the entropy over its target.
+
+    Args:
+        log_alpha: `(1,)`.
+        log_pi: log-densities of the actor's actions, `(B,)`; not differentiated.
+        target_entropy: entropy to hold.
+    """
+    return -(log_alpha.exp() * (log_pi + target_entropy).mean()).sum()
