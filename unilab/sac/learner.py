@@ -155,7 +155,6 @@ class SacLearner:
         self.alpha_group.backward(self._temperature_objective(self.log_alpha, log_pi, self._target_entropy))
         self._step_critic()
 
-    @torch.no_grad()
     def _critic_step(self) -> None:
         """Critics, temperature and targets; the last two follow the critics' verdict on the batch."""
         finite = self.critic_group.finite
@@ -172,7 +171,6 @@ class SacLearner:
         self._reported["Loss/entropy"].copy_(entropy)
         self._step_actor()
 
-    @torch.no_grad()
     def _actor_step(self) -> None:
         self.actor_group.step()
         self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
