@@ -42,7 +42,7 @@ def norm_silu_backward(
     """Gradient of `norm_silu` with respect to the product, and parts of those of bias, scale and shift.
 
     Returns:
-        `(E, B, H)`, and `(E, P, 3, H)` to be summed over P, which is 0 unless `sums`.
+        `(E, B, H)`, and `(3, E, P, H)` to be summed over P, which is 0 unless `sums`.
     """
     normalised, deviation = _normalised(product, bias)
     value = normalised * scale + shift
@@ -51,8 +51,8 @@ def norm_silu_backward(
     scaled = slope * scale
     along = (scaled * normalised).mean(-1, keepdim=True)
     down = deviation * (scaled - scaled.mean(-1, keepdim=True) - normalised * along)
-    parts = torch.stack((down, slope * normalised, slope), 2)
-    return down.to(product.dtype), parts if sums else parts[:, :0].clone()
+    parts = torch.stack((down, slope * normalised, slope))
+    return down.to(product.dtype), parts if sums else parts[:, :, :0].clone()
 
 
 def _normalised(product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,17 +87,18 @@ def _(product: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def _(
     gradient: Tensor, product: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor]:
+    members, _, width = product.shape
+    parts = _parts(product) if sums else 0
+    return product.new_empty(product.shape), bias.new_empty((3, members, parts, width))
+
+
+def _parts(product: Tensor) -> int:
     members, rows, width = product.shape
-    parts = _parts(members, rows, product.device) if sums else 0
-    return product.new_empty(product.shape), bias.new_empty((members, parts, 3, width))
-
-
-def _parts(members: int, rows: int, device: torch.device) -> int:
-    if device.type != "cuda":
+    if not product.is_cuda:
         return rows
     from unilab.sac import kernels
 
-    return kernels.programs(members)
+    return kernels.programs(members, width)
 
 
 def _save_norm_silu(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -109,7 +110,7 @@ def _norm_silu_gradients(ctx: torch.autograd.function.FunctionCtx, gradient: Ten
     down, parts = norm_silu_backward(gradient, *ctx.saved_tensors, sums)  # type: ignore[attr-defined]
     if not sums:
         return down, None, None, None
-    return down, *parts.sum(1).unsqueeze(2).unbind(1)
+    return down, *parts.sum(2, keepdim=True).unbind()  # each contiguous, as the flat gradient takes it
 
 
 norm_silu.register_autograd(_norm_silu_gradients, setup_context=_save_norm_silu)
@@ -126,7 +127,7 @@ def cross_entropy(
         target: `(E, B, K)` float32; not differentiated, nor is what follows.
         reward: `(B,)`.
         discount: `(B,)`, each either 0 or `gamma`.
-        points: `(K,)` support.
+        points: `(K,)` support, as `objectives.support` gives it.
         gamma: the discount of rows that run on.
 
     Returns:
@@ -149,7 +150,7 @@ def _cross_entropy_cuda(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from unilab.sac import kernels
 
-    return kernels.cross_entropy(logits, target, reward, discount, points, gamma)
+    return kernels.cross_entropy(logits, target, reward, discount, gamma)
 
 
 @cross_entropy.register_fake
