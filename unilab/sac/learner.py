@@ -84,7 +84,6 @@ class SacLearner:
         self._next_action = _compiled(self._sample, compiled, dynamic=True)  # one compilation for all numbers of rows
         self._critic_objective = _compiled(critic_objective, compiled)
         self._actor_objective = _compiled(actor_objective, compiled)
-        self._temperature_objective = _compiled(temperature_objective, compiled)
         self._step_critic = _compiled(self._critic_step, compiled)
         self._step_actor = _compiled(self._actor_step, compiled)
         self._expected: Tensor | None = None
@@ -152,13 +151,15 @@ class SacLearner:
                 self.critic, self.target, batch, next_action, log_pi, alpha, self._config.gamma, self._points
             )
         self.critic_group.backward(loss)
-        self.alpha_group.backward(self._temperature_objective(self.log_alpha, log_pi, self._target_entropy))
-        self._step_critic()
+        self._step_critic(log_pi)
 
-    def _critic_step(self) -> None:
+    def _critic_step(self, log_pi: Tensor) -> None:
         """Critics, temperature and targets; the last two follow the critics' verdict on the batch."""
         finite = self.critic_group.finite
         self.critic_group.step()
+        loss = temperature_objective(self.alpha_group.flat.data[:1], log_pi, self._target_entropy)
+        self.alpha_group.loss.copy_(loss)
+        self.alpha_group.gradient[:1].copy_(loss)  # exp is its own derivative
         self.alpha_group.step(finite)
         self._target_flat.lerp_(self.critic_group.flat.data, self._config.tau * finite)
         self._reported["Train/skipped_updates"].add_(1.0 - finite)

@@ -40,9 +40,13 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation before squashing, both `(B, A)`; log-std lies in [-5, 0]."""
-        features = _fused_trunk(self.trunk, obs) if fused.fusing(obs) else self.trunk(obs)
-        mean = torch.nan_to_num(self.mean(features).float(), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
-        squashed = torch.tanh(self.log_std(features).float())
+        if fused.fusing(obs):
+            mean, log_std = _joint(_fused_trunk(self.trunk, obs), self.mean, self.log_std)
+        else:
+            features = self.trunk(obs)
+            mean, log_std = self.mean(features), self.log_std(features)
+        mean = torch.nan_to_num(mean.float(), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
+        squashed = torch.tanh(log_std.float())
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (squashed + 1.0)
         return mean, torch.nan_to_num(log_std, nan=LOG_STD_MIN)
 
@@ -138,6 +142,14 @@ def _zero_linear(in_features: int, out_features: int) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def _joint(features: Tensor, first: nn.Linear, second: nn.Linear) -> tuple[Tensor, ...]:
+    """Two layers of one width in one product of an aligned size."""
+    width = 2 * first.out_features
+    weight = F.pad(torch.cat((first.weight, second.weight)), (0, 0, 0, -width % ALIGNMENT))
+    product = F.linear(features, weight)[..., :width] + torch.cat((first.bias, second.bias))
+    return product.chunk(2, -1)
 
 
 def _fused_trunk(trunk: nn.Sequential, features: Tensor) -> Tensor:
