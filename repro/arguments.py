@@ -31,6 +31,7 @@ def build_parser() -> Parser:
         ("analyze", "the metric of one run", _add_analyze),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
+        ("bench", "short benchmarks of this host; nothing is published", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
     return parser
@@ -53,6 +54,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--override", metavar="K=V", action="append", default=[], help="a trainer setting of every run; repeatable"
     )
+    parser.add_argument("--trace", action="store_true", help="every run writes a timeline for ui.perfetto.dev")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first run without a number")
@@ -84,3 +86,40 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
     )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART", parser_class=Parser)
+    for name, summary, add in (
+        ("physics", "the mj_step ceiling, beside a plain C loop", _add_bench_physics),
+        ("learner", "milliseconds of an update cycle: eager, Inductor, CUDA graph, both", _add_bench_learner),
+        ("tick", "where the time of a tick goes, from a short run", _add_bench_tick),
+    ):
+        add(parts.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+
+
+def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--states", metavar="FILE", type=Path, help="recorded states (default: record a short training)"
+    )
+    parser.add_argument("--workers", metavar="N,N", help="worker counts (default: one, all CPUs but one, all)")
+    parser.add_argument("--profiles", metavar="P,P", help="solver paths (default: reference,exact,fast)")
+    parser.add_argument("--seconds", metavar="S", type=float, default=4.0, help="of each measurement (default 4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--variants", metavar="A,B", help="some of eager,inductor,graph,inductor+graph (default: all)")
+    parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
+
+
+def _add_bench_tick(parser: argparse.ArgumentParser) -> None:
+    _add_bench_common(parser)
+    parser.add_argument("--iterations", metavar="I", type=int, default=100, help="training iterations (default 100)")
+
+
+def _add_bench_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="trainer settings")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")

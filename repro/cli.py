@@ -16,7 +16,7 @@ from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
-from repro.matrix import Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
 from repro.place import Cpu
 from repro.plan import TRAINER, Plan, make_plan
 from repro.provenance import find_source
@@ -67,6 +67,8 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _analyze(arguments)
         case "report":
             return _report(arguments)
+        case "bench":
+            return _bench(arguments, trainer)
         case _:
             return _verify(arguments)
 
@@ -113,7 +115,7 @@ def _require_runnable(plan: Plan) -> None:
 
 
 def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
-    overrides = tuple(arguments.override)
+    overrides = (*arguments.override, *((TRACE_OVERRIDE,) if arguments.trace else ()))
     matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
     return make_plan(
         matrix,
@@ -145,6 +147,8 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
 def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
     from rich.console import Console
 
+    from repro.benchmarks import LIMIT_SECONDS
+    from repro.cycle import bounding_stages
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
@@ -153,6 +157,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
 
     out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
     print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    if plan.matrix.benchmarks:
+        print(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
     if plan.cleared_environment:
         print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
     sys.stdout.flush()
@@ -162,7 +168,8 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
-    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, f"{out_dir / REPORT_FILE}", following)))
+    stages = bounding_stages(report.evidence)
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, f"{out_dir / REPORT_FILE}", following)))
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code
@@ -216,6 +223,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     folders = find_reports(REPORTS) if arguments.out_dir is None else [check_folder(arguments.out_dir)]
     return EXIT_OK if verify(folders, print) else EXIT_FAILED
+
+
+def _bench(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
+    if arguments.part == "physics":
+        from repro.bench_physics import run_bench
+
+        return run_bench(arguments, trainer)
+    from repro.bench_training import bench_training
+
+    return bench_training(arguments, trainer)
 
 
 def program_name(started_as: str) -> str:

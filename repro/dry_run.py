@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from repro import text
+from repro.benchmarks import LIMIT_SECONDS
 from repro.plan import Cell, Plan, shell_command
+
+CEILING_LINE = "after each measured run its physics states are stepped again on the same CPUs: the physics ceiling"
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -15,6 +18,8 @@ def plan_lines(plan: Plan) -> list[str]:
         f"matrix {matrix.name}{smoke}: {matrix.reason}",
         f"{text.count_of(len(plan.runnable), 'run')}, about {text.duration(plan.estimated_seconds)}, "
         f"at most {text.duration(plan.timeout_seconds)} each",
+        *((f"micro-benchmarks first, at most {text.duration(LIMIT_SECONDS)}",) if matrix.benchmarks else ()),
+        *([CEILING_LINE] if matrix.ceiling else []),
         "",
         _table(plan),
         "",

@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from repro.benchmarks import Benchmarks
+from repro.ceiling import read_ceiling
 from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.layout import BENCHMARKS_FILE, HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, same_words
-from repro.run_files import read_json
+from repro.run_files import find_value, read_json
 from repro.schema import Model, canonical_json, read_model
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
@@ -54,6 +57,9 @@ class CellEvidence:
         throughput: The measurement, or None.
         fingerprint: What must be equal within a group: commit, difference, source hash, versions. None without a run.
         has_run: Whether there is a run directory.
+        learning: Its learning curves, or None where the matrix is not about learning.
+        ceiling: Env steps/s of the physics alone, or None.
+        ceiling_reason: Why a ceiling that the matrix asks for is missing, or None.
     """
 
     cell: Cell
@@ -62,6 +68,9 @@ class CellEvidence:
     throughput: Throughput | None
     fingerprint: Mapping[str, str] | None
     has_run: bool
+    learning: Learning | None = None
+    ceiling: float | None = None
+    ceiling_reason: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +83,7 @@ class Evidence:
         journal: What happened.
         cells: One entry for each planned cell, in order.
         inputs: SHA-256 of every raw file by its relative path.
+        benchmarks: The micro-benchmarks, or None where the session ran none.
     """
 
     plan: Plan
@@ -81,6 +91,7 @@ class Evidence:
     journal: tuple[Entry, ...]
     cells: tuple[CellEvidence, ...]
     inputs: Mapping[str, str]
+    benchmarks: Benchmarks | None = None
 
 
 def read_evidence(out_dir: Path) -> Evidence:
@@ -98,7 +109,8 @@ def read_evidence(out_dir: Path) -> Evidence:
     stop = usage_stop(journal)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
-    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs)
+    benchmarks = _read_benchmarks(out_dir, plan, journal)
+    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs, benchmarks)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
@@ -128,9 +140,24 @@ def hash_inputs(out_dir: Path) -> dict[str, str]:
 def _read_canonical(model: type[Model], path: Path) -> Model:
     """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited."""
     found = read_model(model, path)
-    if path.read_bytes() != canonical_json(found).encode():
+    # Defaults that are not in the file are not missing: an older version did not know them.
+    if path.read_bytes() != canonical_json(found.model_dump(mode="json", exclude_unset=True)).encode():
         raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
     return found
+
+
+def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> Benchmarks | None:
+    """The micro-benchmarks of a session; None where its matrix asks for none, or it ended before they did."""
+    events = {entry.event for entry in journal}
+    asked, started = plan.matrix.benchmarks, "benchmarks_started" in events
+    present = (out_dir / BENCHMARKS_FILE).exists()
+    if started and not asked:
+        raise UsageError(f"{JOURNAL_FILE} has micro-benchmarks, though the matrix does not ask for them")
+    if asked and not started and "cell_started" in events:
+        raise UsageError(f"{JOURNAL_FILE} has no micro-benchmarks, though the matrix asks for them")
+    if present and not started:
+        raise UsageError(f"{BENCHMARKS_FILE} is there, though {JOURNAL_FILE} says that no micro-benchmark was started")
+    return _read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
 def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
@@ -176,6 +203,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     run_dir = out_dir / cell.run
     try:
         throughput = measure(run_dir)
+        learning = learn(run_dir, throughput) if plan.matrix.learning else None
         config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
         command = read_json(run_dir / COMMAND_FILE)
     except Refusal as refusal:
@@ -188,8 +216,19 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     if wrong is not None:
         return CellEvidence(cell, "refused", wrong, None, None, True)
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
+    ceiling, missing = None, None
+    if plan.matrix.ceiling and not cell.warmup:
+        ceiling, missing = read_ceiling(run_dir, cell, config, command)
     return CellEvidence(
-        cell, "discarded" if cell.warmup else "measured", None, throughput, fingerprint(command), has_run=True
+        cell,
+        "discarded" if cell.warmup else "measured",
+        None,
+        throughput,
+        fingerprint(command),
+        has_run=True,
+        learning=learning,
+        ceiling=ceiling,
+        ceiling_reason=None if missing is None else relative_text(missing, out_dir),
     )
 
 
@@ -204,12 +243,12 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
     """What the run did differently from its plan, or None. A section that is missing deviates."""
     matrix = plan.matrix
     asked: dict[str, tuple[Any, Any]] = {
-        "training.smoke": (matrix.smoke, _at(config, "training", "smoke")),
-        "algo.max_iterations": (matrix.iterations, _at(config, "algo", "max_iterations")),
-        "world size": (cell.world_size, _at(manifest, "dp_sync", "world_size")),
+        "training.smoke": (matrix.smoke, find_value(config, "training", "smoke")),
+        "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
+        "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
     }
     if any(argument.startswith("env.cpu_ids=") for argument in cell.arguments):
-        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), _at(config, "env", "cpu_ids"))
+        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), find_value(config, "env", "cpu_ids"))
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
@@ -220,7 +259,7 @@ def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | 
     """Why `command.json` is not that of this cell and of the code the plan was made for, or None."""
     if not command:
         return f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
-    ran = {name: _at(command, "git", name) for name in GIT_FACTS}
+    ran = {name: find_value(command, "git", name) for name in GIT_FACTS}
     planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
     if ran != planned:
         return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
@@ -262,11 +301,6 @@ def refuse_copied_events(cells: tuple[CellEvidence, ...], inputs: Mapping[str, s
         else item
         for item in cells
     )
-
-
-def _at(content: Mapping[str, Any], section: str, key: str) -> Any:
-    inner = content.get(section)
-    return inner.get(key) if isinstance(inner, dict) else None
 
 
 def fingerprint(command: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -16,10 +16,21 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from repro.evidence import CellEvidence, Evidence
 from repro.layout import FIGURES_DIR
+from repro.learning import WALKING_LENGTH, Learning
 from repro.result import Result
+from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 
 RATES_FIGURE = f"{FIGURES_DIR}/rates.svg"
 STEPS_FIGURE = f"{FIGURES_DIR}/steps.svg"
+# Learning curves: the tags of each figure's rows and their labels.
+LEARNING_FIGURES = {
+    f"{FIGURES_DIR}/return.svg": {MEAN_REWARD: "mean return"},
+    f"{FIGURES_DIR}/episode_length.svg": {MEAN_EPISODE_LENGTH: "mean episode length, control steps"},
+    f"{FIGURES_DIR}/tracking_error.svg": {
+        TRACKING_ERROR_LIN: "planar velocity error, m/s",
+        TRACKING_ERROR_ANG: "yaw rate error, rad/s",
+    },
+}
 COLOURS = ("#1f6fb4", "#d1662a", "#2f8f4e", "#8a4fa8", "#a8871c", "#b03a5b")
 STYLE: Any = {
     "svg.hashsalt": "unilab-repro",
@@ -63,7 +74,16 @@ def draw_figures(evidence: Evidence, result: Result) -> dict[str, bytes]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's own settings must not change the bytes
         matplotlib.rcParams.update(STYLE)
-        return {RATES_FIGURE: _rates(result), STEPS_FIGURE: _steps(measured, _title(result))}
+        title = _title(result)
+        if evidence.plan.matrix.learning:  # one run of a case is no rate to compare
+            return {**dict(_learning_figures(measured, title)), STEPS_FIGURE: _steps(measured, title)}
+        return {RATES_FIGURE: _rates(result), STEPS_FIGURE: _steps(measured, title)}
+
+
+def learning_figures(evidence: Evidence) -> list[str]:
+    """Names of the figures of learning curves that a report has: of those tags that a measured run logged."""
+    runs = [item.learning for item in evidence.cells if item.status == "measured" and item.learning]
+    return [name for name, rows in LEARNING_FIGURES.items() if _drawn(rows, runs)]
 
 
 def _title(result: Result) -> str:
@@ -114,6 +134,55 @@ def _steps(measured: Sequence[CellEvidence], title: str) -> bytes:
     axes.legend(frameon=False, loc="upper left")
     axes.set_title(title, loc="left", fontsize=9)
     return _svg(figure)
+
+
+def _learning_figures(measured: Sequence[CellEvidence], title: str) -> Iterator[tuple[str, bytes]]:
+    """Every figure of learning curves: a row for each tag, over env steps on the left and seconds on the right."""
+    runs = [(item.cell.case, item.learning) for item in measured if item.learning is not None]
+    for name, rows in LEARNING_FIGURES.items():
+        drawn = _drawn(rows, [run for _, run in runs])
+        if drawn:
+            yield name, _curves(runs, drawn, title)
+
+
+def _drawn(rows: dict[str, str], runs: Sequence[Learning]) -> dict[str, str]:
+    """Those rows of a figure that have a point in some run."""
+    return {
+        tag: label
+        for tag, label in rows.items()
+        if any(tag in run.curves and not np.isnan(run.curves[tag]).all() for run in runs)
+    }
+
+
+def _curves(runs: Sequence[tuple[str, Learning]], rows: dict[str, str], title: str) -> bytes:
+    figure = Figure(figsize=(7.2, 0.5 + 2.5 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 2, sharey="row", squeeze=False)
+    cases = sorted({case for case, _ in runs})
+    for (tag, label), (over_steps, over_seconds) in zip(rows.items(), panels, strict=True):
+        for case, run in runs:
+            if tag in run.curves:
+                kept = _thin(0, len(run.steps))
+                style: Any = {"color": COLOURS[cases.index(case) % len(COLOURS)], "linewidth": 1.3}
+                over_steps.plot(run.steps[kept] / 1e6, run.curves[tag][kept], **style)
+                over_seconds.plot(run.seconds[kept], run.curves[tag][kept], **style)
+        over_steps.set_ylabel(label)
+        if tag != MEAN_REWARD:
+            over_steps.set_ylim(bottom=0)
+        for axes in (over_steps, over_seconds):
+            axes.set_xlim(left=0)
+            if tag == MEAN_EPISODE_LENGTH:
+                axes.axhline(WALKING_LENGTH, color="#777777", linewidth=0.8, linestyle=(0, (4, 3)))
+    panels[-1][0].set_xlabel("million env steps")
+    panels[-1][1].set_xlabel("seconds since the first record")
+    _legend(panels[0][1], cases)
+    panels[0][0].set_title(title, loc="left", fontsize=9)
+    return _svg(figure)
+
+
+def _legend(axes: Axes, cases: Sequence[str]) -> None:
+    for number, case in enumerate(cases):
+        axes.plot([], [], color=COLOURS[number % len(COLOURS)], linewidth=2.0, label=case)
+    axes.legend(frameon=False, loc="best")
 
 
 def _colour(result: Result, case: str) -> str:

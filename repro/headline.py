@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from repro import text
+from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix
-from repro.result import CellResult, ComparisonResult, GroupResult, Result
+from repro.result import CellResult, ComparisonResult, GroupResult, LearningResult, Result
 
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
@@ -20,6 +22,9 @@ ONE_RUN = "one run, no interval"
 def headline(result: Result, matrix: Matrix) -> str:
     """The answer of the matrix in one line."""
     parts = [_incomplete(result)] if result.verdict == "incomplete" else []
+    if matrix.learning:
+        parts += [learning_sentence(found, case_of(result, found)) for found in result.learning]
+        return " ".join(parts) or "Nothing was measured."
     parts += [
         comparison_sentence(found, item, matrix.margin)
         for found, item in zip(result.comparisons, matrix.comparisons, strict=True)
@@ -46,6 +51,23 @@ def comparison_sentence(found: ComparisonResult, item: Comparison, margin: float
     return f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` ({spread}): {words}."
 
 
+def learning_sentence(found: LearningResult, case: str) -> str:
+    """Whether a policy walks, and the numbers that say so; one that does not begins with that."""
+    if found.episode_length is None:
+        return f"`{case}` does not walk: no episode ended (seed {found.seed})."
+    length = f"mean episode length {text.number(found.episode_length, 1)} control steps"
+    outcome = f"return {text.number(found.episode_return, 1)} after {text.rate(found.env_steps)} env steps"
+    trained = f"{outcome}, {text.duration(found.wall_seconds)}, seed {found.seed}"
+    if not found.walks:
+        return f"`{case}` does not walk: {length}, {WALKING_LENGTH:g} are needed ({trained})."
+    return f"`{case}` walks: {length} ({trained})."
+
+
+def case_of(result: Result, found: LearningResult) -> str:
+    """Name of the case that a learning result belongs to."""
+    return next(cell.case for cell in result.cells if cell.run == found.run)
+
+
 def group_sentence(group: GroupResult) -> str:
     """The rate of one case, with its interval and n; no interval for a single run."""
     if group.ci_low is None:
@@ -54,23 +76,15 @@ def group_sentence(group: GroupResult) -> str:
     return f"`{group.case}` trains at {text.rate(group.mean)} env steps/s ({spread})."
 
 
-def stage_sentence(result: Result, case: str) -> str | None:
-    """Which stage a case waits for and why one can say so, or None where it was not recorded.
+def ceiling_share(result: Result, case: str) -> float | None:
+    """Mean share of the same-run physics ceiling over the runs of a case that have one."""
+    return mean_of([cell for cell in result.cells if cell.case == case], "ceiling_share")
 
-    Physics and the learner's update run at the same time, so the longer of the two is what the tick waits for.
-    """
-    cells = [cell for cell in result.cells if cell.case == case and cell.status == "measured"]
-    fraction, exposed, learner = (
-        mean_of(cells, field) for field in ("physics_fraction", "exposed_ms", "learner_cycle_ms")
-    )
-    if fraction is None or exposed is None or learner is None or fraction >= 1:
-        return None
-    physics = exposed * fraction / (1 - fraction)  # exposed is the tick less physics
-    stage, tick = "physics" if physics >= learner else "learner", physics + exposed
-    return (
-        f"{stage} in `{case}` (physics takes {text.number(physics)} ms of a tick of {text.number(tick)} ms, "
-        f"the learner's update beside it {text.number(learner)} ms)"
-    )
+
+def ceiling_shares(result: Result) -> str:
+    """The share of every case that has one, as in ``n1 97.1 %``; empty where none has."""
+    shares = {group.case: ceiling_share(result, group.case) for group in result.groups}
+    return ", ".join(f"{case} {text.percent(share)}" for case, share in shares.items() if share is not None)
 
 
 def mean_of(cells: list[CellResult], field: str) -> float | None:
@@ -79,18 +93,17 @@ def mean_of(cells: list[CellResult], field: str) -> float | None:
     return fmean(values) if values else None
 
 
-def closing_lines(result: Result, matrix: Matrix, report: str, next_step: str) -> list[str]:
-    """The six last lines of ``repro run``; the last one is the report's path alone."""
+def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], report: str, next_step: str) -> list[str]:
+    """The six last lines of ``repro run``; the last one is the report's path alone. `stages` say what bounds a case."""
     cases = [*(item.numerator for item in matrix.comparisons), *(case.name for case in matrix.cases)]
-    stage = next(filter(None, (stage_sentence(result, case) for case in cases)), None)
+    stage = next((stages[case] for case in cases if case in stages), None)
     smoke = "SMOKE, not a benchmark: " if result.smoke else ""
     probes = (
         f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"
     )
-    shares = [cell.ceiling_share for cell in result.cells if cell.ceiling_share is not None]
     return [
         f"{smoke}{headline(result, matrix)}".replace("`", ""),
-        f"share of the physics ceiling: {text.percent(fmean(shares)) if shares else 'not measured'}",
+        f"share of the physics ceiling: {ceiling_shares(result) or 'not measured'}",
         f"bounding stage: {stage.replace('`', '') if stage else 'not measured'}",
         f"probes: {probes}",
         f"next: {next_step}",

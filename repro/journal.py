@@ -14,7 +14,15 @@ from repro.errors import UsageError
 from repro.layout import JOURNAL_FILE
 from repro.schema import Strict, parse_model
 
-Event = Literal["session_started", "cell_started", "cell_ended", "session_interrupted", "session_ended"]
+Event = Literal[
+    "session_started",
+    "benchmarks_started",
+    "benchmarks_ended",
+    "cell_started",
+    "cell_ended",
+    "session_interrupted",
+    "session_ended",
+]
 Outcome = Literal["exited", "timeout", "interrupted"]
 
 
@@ -22,12 +30,13 @@ class Entry(Strict):
     """One line.
 
     Attributes:
-        event: `session_started`, `cell_started`, `cell_ended`, `session_interrupted` or `session_ended`.
+        event: `session_started`, `benchmarks_started`, `benchmarks_ended`, `cell_started`, `cell_ended`,
+            `session_interrupted` or `session_ended`.
         time: Time with its zone, ISO 8601; the suite writes UTC.
         cell: Id of the cell, for its two events.
         outcome: How the cell ended.
         exit_code: Exit code of the trainer; negative for a signal; None where it was killed by the suite.
-        seconds: Duration of the cell's process.
+        seconds: Duration of the cell's process, or of that of the micro-benchmarks.
         reason: Why the cell did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.
     """
@@ -131,6 +140,8 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
             raise UsageError(f"{source}: {entry.event} is not the last line")
         if (entry.event, entry.cell) in seen:
             raise UsageError(f"{source}: {entry.event} of cell {entry.cell!r} is there twice")
+        if entry.event == "benchmarks_ended" and ("benchmarks_started", None) not in seen:
+            raise UsageError(f"{source}: micro-benchmarks end before they start")
         if entry.event == "cell_ended" and ("cell_started", entry.cell) not in seen:
             raise UsageError(f"{source}: cell {entry.cell!r} ends before it starts")
         seen.add((entry.event, entry.cell))

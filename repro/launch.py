@@ -51,7 +51,12 @@ class Ended:
 
 
 def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
-    """The environment of a cell: the inherited one without `CLEARED`, then what the cell sets.
+    """The environment of a cell: `trainer_environment`, then what the cell sets."""
+    return {**trainer_environment(inherited), **cell.environment}
+
+
+def trainer_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The inherited environment without `CLEARED`, in which the trainer's package is found.
 
     The child runs in the report's folder, so relative entries of PYTHONPATH are made absolute, and a trainer that is
     imported from a checkout is put first: the cell imports the package that `repro doctor` names.
@@ -63,7 +68,7 @@ def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]
         entries.insert(0, str(package.parent))
     if entries:
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
-    return {**environment, **cell.environment}
+    return environment
 
 
 def run_cell(

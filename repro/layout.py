@@ -6,8 +6,10 @@ from __future__ import annotations
 PLAN_FILE = "plan.json"
 HOST_FILE = "host.json"
 JOURNAL_FILE = "journal.jsonl"
+BENCHMARKS_FILE = "benchmarks.json"
 RUNS_DIR = "runs"
 LOGS_DIR = "logs"
+CEILING_FILE = "ceiling.json"  # in the folder of a run
 
 # Derived: a function of the raw files.
 RESULT_FILE = "result.json"

@@ -8,9 +8,16 @@ import tomllib
 from collections import Counter
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from repro.errors import UsageError
 from repro.schema import Strict, nearest, parse_model
@@ -36,12 +43,14 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
+TRACE_OVERRIDE = "training.trace_enabled=true"  # what --trace adds to every run
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
     "training.log_dir": "the suite gives every cell its own folder; use --out",
     "training.no_play": "the suite always sets it to true",
     "training.smoke": "it follows the matrix's smoke flag",
     "algo.max_iterations": "use iterations in the matrix or --iterations",
+    "training.record_states": "use ceiling = true in the matrix",
     "env.cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
@@ -112,6 +121,7 @@ class Matrix(Strict):
         name: Name of the matrix.
         reason: The question it answers.
         smoke: Runs the trainer's CPU smoke mode; never a benchmark.
+        learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
         algo: Algorithm of every case.
         task: Task of every case.
         sim: Physics backend of every case.
@@ -123,6 +133,8 @@ class Matrix(Strict):
         timeout_seconds: Limit for one cell.
         startup_estimate_seconds: Expected time from start to the first iteration, for the plan's estimate only.
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
+        benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
+        ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -131,6 +143,7 @@ class Matrix(Strict):
     name: Name
     reason: Reason
     smoke: bool
+    learning: bool = False
     algo: Name
     task: Name
     sim: Name
@@ -142,6 +155,8 @@ class Matrix(Strict):
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     startup_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 30.0
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
+    benchmarks: bool = False
+    ceiling: bool = False
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -165,6 +180,21 @@ class Matrix(Strict):
             if item.numerator == item.denominator:
                 raise ValueError(f"comparison {item.name!r} compares {item.numerator!r} with itself")
         return self
+
+    @model_validator(mode="after")
+    def _one_question(self) -> Self:
+        if self.learning and self.comparisons:
+            raise ValueError(
+                f"learning = true, but comparison {self.comparisons[0].name!r} compares rates; "
+                "a learning matrix gives no verdict on speed, take it out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what older files do not have, so that their bytes stay what they were."""
+        content: dict[str, Any] = serialize(self)
+        return content if self.learning else {key: value for key, value in content.items() if key != "learning"}
 
     @model_validator(mode="after")
     def _devices(self) -> Self:

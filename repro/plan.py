@@ -27,6 +27,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", VISIBLE_DEVICES)
 NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
 PINNING = "env.cpu_ids="
+CEILING_SNAPSHOTS = 8  # states of a run that its ceiling is measured on
+CEILING_ESTIMATE_SECONDS = 3.0  # of one measurement, for the plan's estimate only
 # What `Redactor` puts for a name or a path: it stands for any word, and for anything that begins like a path.
 PLACEHOLDER = re.compile(r"<(?:(?P<name>user|host)|home|project|python)>")
 
@@ -140,7 +142,9 @@ def make_plan(
         for case, repeat, number in _order(matrix, placements)
     )
     _check_ids(cells)
+    able = [cell for cell in cells if cell.skip_reason is None]
     each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
+    ceilings = CEILING_ESTIMATE_SECONDS * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -149,7 +153,7 @@ def make_plan(
         trainer=_published(trainer),
         cleared_environment=tuple(name for name in CLEARED if name in inherited),
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
-        estimated_seconds=round(each * sum(cell.skip_reason is None for cell in cells), 1),
+        estimated_seconds=round(each * len(able) + ceilings, 1),
         cells=cells,
     )
 
@@ -175,6 +179,11 @@ def check_plan(plan: Plan) -> None:
         differing = _differing_field(expected, cell, _is_redacted(plan.matrix, case))
         if differing is not None:
             raise UsageError(f"{PLAN_FILE}: {differing} of cell {cell.id!r} is not what its own matrix gives")
+
+
+def is_pinned(cell: Cell) -> bool:
+    """Whether the trainer is told which CPUs to use; only where threads can be pinned."""
+    return any(argument.startswith(PINNING) for argument in cell.arguments)
 
 
 def same_words(planned: Sequence[str], found: Sequence[str]) -> bool:
@@ -243,6 +252,7 @@ def _arguments(matrix: Matrix, case: Case, run: str, cpu_ids: tuple[int, ...] | 
         f"training.log_dir={run}",
         "training.no_play=true",
         *(("training.smoke=true",) if matrix.smoke else ()),
+        *((f"training.record_states={CEILING_SNAPSHOTS}",) if matrix.ceiling else ()),
         f"algo.max_iterations={matrix.iterations}",
         *((f"{PINNING}[{','.join(map(str, cpu_ids))}]",) if pinned and cpu_ids else ()),
         *matrix.overrides,
@@ -265,6 +275,7 @@ def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
         "case": case.name,
         "repeat": repeat,
         "warmup": warmup,
+        **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 

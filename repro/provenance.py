@@ -17,7 +17,7 @@ from unilab import names
 
 STAMP_FILE = "source_stamp.json"
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a checkout dirty; a report being written does not
-SOURCE_SUFFIXES = (".py", ".yaml", ".xml", ".toml", ".j2")
+SOURCE_SUFFIXES = (".py", ".c", ".yaml", ".xml", ".toml", ".j2")
 
 
 class Source(Strict):

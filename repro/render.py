@@ -9,16 +9,20 @@ from typing import Any
 import jinja2
 
 from repro import text
+from repro.benchmarks import benchmark_table
+from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
-from repro.headline import headline, stage_sentence
+from repro.headline import ceiling_share, ceiling_shares, headline
 from repro.host import Host
-from repro.layout import MANIFEST_FILE, RESULT_FILE
+from repro.layout import MANIFEST_FILE, RESULT_FILE, RUNS_DIR
+from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Matrix
 from repro.plan import VISIBLE_DEVICES, shell_command
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.text import count_of, markdown_table
+from unilab.names import TRACE_FILE
 
 WEAK_SCALING = (
     "Cases compare whole configurations. Where ranks are added, environments, batch, collectors and CPU quota grow "
@@ -28,6 +32,10 @@ WEAK_SCALING = (
 
 def render_report(evidence: Evidence, result: Result) -> str:
     """Return the text of report.md; the same folder gives the same bytes."""
+    return _fill("report.md.j2", report_context(evidence, result))
+
+
+def _fill(template: str, context: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -35,15 +43,14 @@ def render_report(evidence: Evidence, result: Result) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, not HTML
     )
-    source = (resources.files("repro") / "templates" / "report.md.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(report_context(evidence, result))
+    source = (resources.files("repro") / "templates" / template).read_text(encoding="utf-8")
+    return environment.from_string(source).render(context)
 
 
 def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
     """Everything the template shows, as finished text; empty where a section has nothing to say."""
     matrix = evidence.plan.matrix
     measured = any(group.n for group in result.groups)
-    cases = [case.name for case in matrix.cases]
     what = f"{matrix.algo} on {matrix.task} ({matrix.sim}), matrix {matrix.name}"
     return {
         "title": f"{'SMOKE: ' if result.smoke else ''}{what}",
@@ -51,15 +58,21 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "smoke": result.smoke,
         "question": matrix.reason,
         "session": _session(evidence),
-        "groups": _groups(result) if measured else "",
+        "learning": _fill("learning.md.j2", learning_context(evidence, result)).strip() if result.learning else "",
+        "groups": _groups(result, matrix.ceiling) if measured else "",
+        "ceiling": matrix.ceiling,
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
-        "stages": "; ".join(filter(None, (stage_sentence(result, case) for case in cases))),
-        "rates_figure": RATES_FIGURE if measured else "",
+        "stages": "; ".join(bounding_stages(evidence).values()),
+        "pool": pool_table(evidence) if measured else "",
+        "learner": learner_table(evidence) if measured else "",
+        "missing_stages": missing_tags(evidence),
+        "rates_figure": RATES_FIGURE if measured and not matrix.learning else "",
         "steps_figure": STEPS_FIGURE if measured else "",
         "problems": _problems(evidence),
-        "runs": _runs(result),
+        "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
+        "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
         "order": ", ".join(f"{c.id}{' (discarded)' if c.warmup else ''}" for c in evidence.plan.cells),
@@ -79,7 +92,7 @@ def _session(evidence: Evidence) -> str:
     return f"on {evidence.plan.created[:10]} (UTC){took}, {count_of(ran, 'run')} one after the other"
 
 
-def _groups(result: Result) -> str:
+def _groups(result: Result, ceiling: bool) -> str:
     rows = [
         [
             group.case,
@@ -87,10 +100,12 @@ def _groups(result: Result) -> str:
             text.rate(group.mean),
             text.rate(group.sd),
             text.interval(group.ci_low, group.ci_high),
+            *([text.percent(ceiling_share(result, group.case))] if ceiling else []),
         ]
         for group in result.groups
     ]
-    return markdown_table(("case", "n", "geometric mean, env steps/s", "sd", "95 % interval"), rows, "lrrrr")
+    headers = ("case", "n", "geometric mean, env steps/s", "sd", "95 % interval", *(["ceiling share"] * ceiling))
+    return markdown_table(headers, rows, "lrrrr" + "r" * ceiling)
 
 
 def _comparisons(evidence: Evidence, result: Result) -> str:
@@ -118,10 +133,11 @@ def _comparison_note(evidence: Evidence) -> str:
     )
 
 
-def _runs(result: Result) -> str:
+def _runs(result: Result, ceiling: bool) -> str:
     headers = (
         *("run", "status", "env steps/s", "tail mean of `Perf/total_fps`", "rows/s"),
         *("physics share", "exposed ms", "learner ms", "start-up s"),
+        *(["ceiling share"] * ceiling),
     )
     rows = [
         [
@@ -129,10 +145,11 @@ def _runs(result: Result) -> str:
             *(text.rate(cell.tail_mean_total_fps), text.rate(cell.learner_rows_per_second)),
             *(text.percent(cell.physics_fraction), text.number(cell.exposed_ms), text.number(cell.learner_cycle_ms)),
             text.number(cell.startup_seconds, 1),
+            *([text.percent(cell.ceiling_share)] if ceiling else []),
         ]
         for cell in result.cells
     ]
-    return markdown_table(headers, rows, "llrrrrrrr")
+    return markdown_table(headers, rows, "llrrrrrrr" + "r" * ceiling)
 
 
 def _sensitivity(evidence: Evidence) -> str:
@@ -152,12 +169,30 @@ def _problems(evidence: Evidence) -> str:
     return markdown_table(("cell", "status", "reason"), rows, "lll") if rows else ""
 
 
+def _benchmarks(evidence: Evidence) -> str:
+    found = evidence.benchmarks
+    if found is None:
+        return ""
+    return benchmark_table(found) if found.reason is None else f"None: {found.reason}."
+
+
 def _notes(evidence: Evidence) -> list[str]:
     notes = [f"{item.cell.id}: {note}" for item in evidence.cells if item.throughput for note in item.throughput.notes]
+    notes += [
+        f"{item.cell.id}: no share of the physics ceiling: {item.ceiling_reason}"
+        for item in evidence.cells
+        if item.ceiling_reason is not None
+    ]
     for item in evidence.plan.matrix.comparisons:
         difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
         if difference is not None:
             notes.append(f"{item.name}: no ratio, since the two cases ran different code: {difference}")
+    traces = [name for name in evidence.inputs if name.startswith(f"{RUNS_DIR}/") and name.endswith(f"/{TRACE_FILE}")]
+    if traces:
+        notes.append(
+            f"{count_of(len(traces), 'run')} wrote a timeline, `{TRACE_FILE}` beside its events, for ui.perfetto.dev; "
+            "rates include what writing it costs."
+        )
     cleared = evidence.plan.cleared_environment
     if cleared:
         notes.append(f"Taken out of the inherited environment of every run: {', '.join(cleared)}.")
@@ -234,11 +269,13 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
             "SMOKE: eager CPU execution with small networks and batches. No rate here says anything about a GPU."
         )
     limits += [
-        f"Convergence was not verified: a run has {count_of(matrix.iterations, 'iteration')}; learning is not judged.",
+        learning_limit(matrix, result),
         *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
-        "The physics ceiling of the host was not measured and no correctness probe ran.",
+        "No correctness probe ran."
+        if ceiling_shares(result)
+        else "The physics ceiling of the host was not measured and no correctness probe ran.",
     ]
     if evidence.plan.source.dirty:
         limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")

@@ -9,6 +9,7 @@ from typing import Literal
 from repro import stats
 from repro.evidence import CellEvidence, Evidence, mixed_cases
 from repro.host import Host
+from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix
 from repro.schema import Strict, canonical_json
 
@@ -19,7 +20,14 @@ CellStatus = Literal[
 ]
 ComparisonVerdict = Literal["regression", "improved", "no_regression", "suspicious", "insufficient_data"]
 ResultVerdict = Literal[
-    "incomplete", "regression", "suspicious", "insufficient_data", "no_regression", "improved", "measured"
+    "incomplete",
+    "does_not_walk",
+    "regression",
+    "suspicious",
+    "insufficient_data",
+    "no_regression",
+    "improved",
+    "measured",
 ]
 # Of several comparisons the first of these that occurs is the verdict of the whole.
 WORST_FIRST: tuple[ComparisonVerdict, ...] = (
@@ -83,7 +91,11 @@ class ProbeResult(Strict):
 
 
 class LearningResult(Strict):
-    """How fast a run learned."""
+    """What a run learned and how fast; `Learning` in `repro/learning.py` says how each number is computed.
+
+    Attributes:
+        run: Run directory, as in the run's cell.
+    """
 
     algo: str
     task: str
@@ -95,6 +107,14 @@ class LearningResult(Strict):
     seconds_to_walk: float | None
     episode_return: float | None
     episode_length: float | None
+    tracking_error_lin: float | None
+    tracking_error_ang: float | None
+    run: str
+
+    @property
+    def walks(self) -> bool:
+        """Whether the mean episode at the end is long enough."""
+        return self.episode_length is not None and self.episode_length >= WALKING_LENGTH
 
 
 class Result(Strict):
@@ -116,6 +136,7 @@ def compute_result(evidence: Evidence) -> Result:
     """Compute every number of a session; the same evidence gives the same bytes."""
     matrix = evidence.plan.matrix
     comparisons = tuple(_compare(evidence, matrix, item) for item in matrix.comparisons)
+    learning = tuple(_learning(matrix, item) for item in evidence.cells if item.status == "measured" and item.learning)
     return Result(
         schema_version=1,
         matrix=matrix.name,
@@ -125,8 +146,8 @@ def compute_result(evidence: Evidence) -> Result:
         groups=tuple(_group(case.name, evidence) for case in matrix.cases),
         comparisons=comparisons,
         probes=(),
-        learning=(),
-        verdict=_verdict(evidence, comparisons),
+        learning=learning,
+        verdict=_verdict(evidence, comparisons, learning),
     )
 
 
@@ -158,11 +179,31 @@ def _cell(item: CellEvidence) -> CellResult:
         learner_rows_per_second=_rounded(measured.learner_rows_per_second if measured else None),
         tail_mean_total_fps=_rounded(measured.tail_mean if measured else None),
         physics_fraction=_rounded(measured.physics_fraction if measured else None),
-        ceiling_share=None,
+        ceiling_share=_rounded(measured.steps_per_second / item.ceiling if measured and item.ceiling else None),
         exposed_ms=_rounded(measured.exposed_ms if measured else None),
         learner_cycle_ms=_rounded(measured.learner_cycle_ms if measured else None),
         startup_seconds=_rounded(measured.startup_seconds if measured else None),
         run=item.cell.run if item.has_run else None,
+    )
+
+
+def _learning(matrix: Matrix, item: CellEvidence) -> LearningResult:
+    found = item.learning
+    assert found is not None
+    return LearningResult(
+        algo=matrix.algo,
+        task=matrix.task,
+        sim=matrix.sim,
+        world_size=item.cell.world_size,
+        seed=found.seed,
+        env_steps=found.env_steps,
+        wall_seconds=float(f"{found.wall_seconds:.{DIGITS}g}"),
+        seconds_to_walk=_rounded(found.seconds_to_walk),
+        episode_return=_rounded(found.episode_return),
+        episode_length=_rounded(found.episode_length),
+        tracking_error_lin=_rounded(found.tracking_error_lin),
+        tracking_error_ang=_rounded(found.tracking_error_ang),
+        run=item.cell.run,
     )
 
 
@@ -211,9 +252,13 @@ def _comparison(
     )
 
 
-def _verdict(evidence: Evidence, comparisons: tuple[ComparisonResult, ...]) -> ResultVerdict:
+def _verdict(
+    evidence: Evidence, comparisons: tuple[ComparisonResult, ...], learning: tuple[LearningResult, ...]
+) -> ResultVerdict:
     if missing_cells(evidence):
         return "incomplete"
+    if not all(item.walks for item in learning):
+        return "does_not_walk"
     found = {item.verdict for item in comparisons}
     return next((verdict for verdict in WORST_FIRST if verdict in found), "measured")
 

@@ -115,8 +115,13 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def find_value(content: Mapping[str, Any], section: str, key: str) -> Any:
+    """What is at `content[section][key]`, or None where there is nothing."""
+    inner = content.get(section)
+    return inner.get(key) if isinstance(inner, dict) else None
+
+
 def find_count(content: Mapping[str, Any], section: str, key: str) -> int | None:
     """The integer from 1 to `MOST` at `content[section][key]`, or None where there is none."""
-    inner = content.get(section)
-    value = inner.get(key) if isinstance(inner, dict) else None
+    value = find_value(content, section, key)
     return value if type(value) is int and 1 <= value <= MOST else None

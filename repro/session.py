@@ -9,10 +9,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from repro.benchmarks import run_benchmarks
+from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
-from repro.journal import Journal
+from repro.journal import Journal, Outcome
 from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
@@ -26,10 +28,14 @@ REPORTS = Path("reports")
 
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
-    """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix."""
+    """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
+    where it is about learning.
+    """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
+    if plan.matrix.learning and what != plan.matrix.name:
+        what = f"{plan.matrix.name}_{what}"
     return REPORTS / f"{plan.created[:10]}_{what}_{plan.source.short}"
 
 
@@ -116,11 +122,14 @@ def run_cells(
     """
     with _signals_interrupt(), view:
         try:
+            if plan.matrix.benchmarks and _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
+                journal.write("session_interrupted")
+                return True
             for cell in plan.runnable:
                 view.started(cell)
-                evidence, ended = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
                 view.ended(evidence, ended.seconds)
-                if ended.outcome == "interrupted":
+                if interrupted:
                     journal.write("session_interrupted")
                     return True
                 if ended.exit_code == EXIT_USAGE or (fail_fast and evidence.throughput is None):
@@ -132,6 +141,14 @@ def run_cells(
     return False
 
 
+def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
+    """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
+    journal.write("benchmarks_started")
+    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
+    return ended.outcome if ended is not None else None
+
+
 def _run_one(
     plan: Plan,
     cell: Cell,
@@ -140,11 +157,14 @@ def _run_one(
     trainer: Sequence[str],
     inherited: Mapping[str, str],
     grace: float,
-) -> tuple[CellEvidence, Ended]:
+) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    interrupted = ended.outcome == "interrupted"
+    if plan.matrix.ceiling:
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
     redactor = Redactor(out_dir)
     redactor.file(log)
     run_dir = out_dir / cell.run
@@ -158,11 +178,14 @@ def _run_one(
         reason=ended.reason,
         redacted=tuple(redacted) or None,
     )
-    return judge_cell(out_dir, plan, cell, entry), ended
+    return judge_cell(out_dir, plan, cell, entry), ended, interrupted
 
 
 def exit_code(result: Result, evidence: Evidence) -> int:
-    """What the outcome means for the caller: refused settings, host unfit, incomplete, a gated regression, success."""
+    """What the outcome means for the caller.
+
+    In this order: refused settings, host unfit, incomplete, a policy that does not walk or a gated regression, success.
+    """
     if usage_stop(evidence.journal) is not None:
         return EXIT_USAGE
     missing = missing_cells(evidence)
@@ -170,6 +193,8 @@ def exit_code(result: Result, evidence: Evidence) -> int:
         return EXIT_HOST_UNFIT
     if result.verdict == "incomplete":
         return EXIT_INCOMPLETE
+    if result.verdict == "does_not_walk":
+        return EXIT_FAILED
     gated = {item.name for item in evidence.plan.matrix.comparisons if item.gate}
     if any(found.name in gated and found.verdict == "regression" for found in result.comparisons):
         return EXIT_FAILED
@@ -181,9 +206,12 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
     if result.verdict == "incomplete":
         first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
         return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
+    if result.verdict == "does_not_walk":
+        return f"look for the fault: curves in the report, events in {out_dir / RUNS_DIR}"
     verify = shlex.join([program, "verify", str(out_dir)])
     if result.smoke:
-        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix single"
+        measuring = "learning" if result.learning else "single"
+        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix {measuring}"
     return verify
 
 

@@ -8,6 +8,7 @@ It never uses a logged rate: those are float32 means of per-iteration rates and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -19,13 +20,20 @@ from numpy.typing import NDArray
 from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
 from repro.run_files import MOST, RunEnd, find_count, read_json, read_progress, read_run_end
 from unilab.names import (
+    ACTION_WAIT_MS,
+    APPLY_MS,
+    BACKEND_MS,
+    COLLECTOR_WAIT_MS,
     COMPLETED,
     CONFIG_FILE,
     EXPOSED_MS,
+    INFERENCE_MS,
+    ITERATION_TIME,
     LEARNING_TIME,
     MANIFEST_FILE,
     MEAN_EPISODE_LENGTH,
     MEAN_REWARD,
+    PACK_MS,
     PHYSICS_FRACTION,
     PROGRESS_FILE,
     RUN_END_FILE,
@@ -40,6 +48,8 @@ GAP_SHARE, GAP_SHARE_FACTOR = 0.05, 3.0  # so is one of this share of the window
 LOST_SHARE = 0.01  # of the window's env steps or updates: with more lost than this, a run does other work
 INVALID_ROWS = "Train/invalid_rows"
 SKIPPED_UPDATES = "Train/skipped_updates"
+IN_SECONDS = (ITERATION_TIME, LEARNING_TIME)  # the other stages are logged in ms
+STAGE_TAGS = (*IN_SECONDS, COLLECTOR_WAIT_MS, INFERENCE_MS, ACTION_WAIT_MS, APPLY_MS, BACKEND_MS, PACK_MS)
 _LOSSES = "Loss/"
 
 
@@ -87,6 +97,7 @@ class Throughput:
         physics_fraction: tail mean of the share of the tick spent inside physics, or None without the tag.
         exposed_ms: tail mean of the tick's time outside physics in ms, or None without the tag.
         learner_cycle_ms: tail mean of the update phase's device time in ms, or None without the tag.
+        stages: tail mean of every tag of `STAGE_TAGS` that was recorded, in ms.
         learner_rows_per_second: replay rows consumed by all learners per wall second, or None when the run directory
             does not say the batch size, updates and ranks.
         mean_reward: last value, or None without the tag or before the first finished episode.
@@ -96,6 +107,7 @@ class Throughput:
         steps: cumulative env steps of every point, `(N,)`.
         seconds: wall seconds of every point since the first, `(N,)`.
         rates: env steps per second of every interval, `(N - 1,)`.
+        scalars: every point of every tag of the event file.
     """
 
     tag: str
@@ -110,6 +122,7 @@ class Throughput:
     physics_fraction: float | None
     exposed_ms: float | None
     learner_cycle_ms: float | None
+    stages: Mapping[str, float]
     learner_rows_per_second: float | None
     mean_reward: float | None
     mean_episode_length: float | None
@@ -118,6 +131,7 @@ class Throughput:
     steps: NDArray[np.int64]
     seconds: NDArray[np.float64]
     rates: NDArray[np.float64]
+    scalars: Mapping[str, Series]
 
 
 def measure(
@@ -185,6 +199,7 @@ def _throughput(
         physics_fraction=_tail_mean(log, PHYSICS_FRACTION, window),
         exposed_ms=_tail_mean(log, EXPOSED_MS, window),
         learner_cycle_ms=None if learning_seconds is None else 1e3 * learning_seconds,
+        stages=_stages(log, window),
         learner_rows_per_second=rows,
         mean_reward=_last(log, MEAN_REWARD),
         mean_episode_length=_last(log, MEAN_EPISODE_LENGTH),
@@ -193,6 +208,7 @@ def _throughput(
         steps=series.steps,
         seconds=series.wall_times - series.wall_times[0],
         rates=np.diff(series.steps) / np.diff(series.wall_times),
+        scalars=log.scalars,
     )
 
 
@@ -273,7 +289,7 @@ def _sensitivity(series: Series) -> dict[float, float | None]:
 
 def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None:
     """Refuse non-finite tail values of all tags that become numbers, and of losses: a diverged run does other work."""
-    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME, TRAIN_ITERATION, INVALID_ROWS, SKIPPED_UPDATES]
+    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, *STAGE_TAGS, TRAIN_ITERATION, INVALID_ROWS, SKIPPED_UPDATES]
     if losses:
         reported += sorted(name for name in log.scalars if name.startswith(_LOSSES))
     for name in reported:
@@ -384,7 +400,7 @@ def _gap_notes(series: Series, window: Window) -> list[str]:
 def _sparse_notes(log: EventLog, window: Window) -> list[str]:
     """A tag that is logged for a part of the window only is a mean over that part; say so."""
     notes = []
-    for name in (PHYSICS_FRACTION, EXPOSED_MS, LEARNING_TIME):
+    for name in (PHYSICS_FRACTION, EXPOSED_MS, *STAGE_TAGS):
         count = len(_tail(log, name, window)[0])
         if name in log.scalars and count != window.points:
             notes.append(f"{name} has {count} points in the window of {window.points}")
@@ -403,6 +419,11 @@ def _tail(log: EventLog, name: str, window: Window) -> tuple[NDArray[np.int64], 
 def _tail_mean(log: EventLog, name: str, window: Window) -> float | None:
     values = _tail(log, name, window)[1]
     return float(np.mean(values)) if values.size else None
+
+
+def _stages(log: EventLog, window: Window) -> dict[str, float]:
+    means = {tag: _tail_mean(log, tag, window) for tag in STAGE_TAGS}
+    return {tag: mean * (1e3 if tag in IN_SECONDS else 1.0) for tag, mean in means.items() if mean is not None}
 
 
 def _last(log: EventLog, name: str) -> float | None:

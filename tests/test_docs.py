@@ -67,7 +67,8 @@ def leaves(value: Any, prefix: str = "") -> set[str]:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("docs") / "run"
     command = [sys.executable, "-m", "unilab.train", "--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
-    subprocess.run([*command, *TINY.split(), f"training.log_dir={path}"], check=True, capture_output=True, timeout=100)
+    command += [*TINY.split(), "training.trace_enabled=true", "training.record_states=2", f"training.log_dir={path}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
     return path
 
 
@@ -165,7 +166,7 @@ def test_every_verdict_is_documented() -> None:
 def test_the_suites_commands_of_the_readme_are_accepted() -> None:
     lines = [line.partition("#")[0] for line in code(read("README.md")).splitlines() if line.startswith("repro ")]
     commands = [build_parser().parse_args(shlex.split(line)[1:]).command for line in lines]
-    assert sorted(set(commands)) == ["analyze", "doctor", "plan", "report", "run", "verify"]
+    assert sorted(set(commands)) == ["analyze", "bench", "doctor", "plan", "report", "run", "verify"]
 
 
 def test_the_readme_names_every_console_script() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -51,3 +52,8 @@ class Phase:
     def release(self) -> None:
         """Drop the graph; the next call runs eagerly."""
         self._graph = None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Within, work goes to this stream; to the device's only one for None (`torch.cuda.stream(None)` fails on MPS)."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

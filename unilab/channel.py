@@ -1,7 +1,9 @@
 """Shared memory and signals between the learner and its collector.
 
-One anonymous block holds two ingress slots and the command block; one pipe per direction carries the signals. Nothing
-has a name, so nothing is left behind, and end-of-file on a pipe is the death of the other side.
+Environments take part in one or two groups of rows. A turn is one control step of one group; turns are numbered through
+the run, so that turn t belongs to group t modulo the number of groups. One anonymous block holds two ingress slots and
+the command block; one pipe per direction carries the signals. Nothing has a name, so nothing is left behind, and
+end-of-file on a pipe is the death of the other side.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unilab.physics.spec import PhysicsSpec
+from unilab.physics.spec import PhysicsSpec, row_groups
 
 SLOTS = 2
 SENTINEL = 0x5EA1ED_51075
 ALIGNMENT = 4096  # a page, so that each part can be registered as pinned memory
 
-# Signals other than tick numbers, which are zero or positive.
+# Signals other than turn numbers, which are zero or positive.
 STOP, SETUP, READY, ERROR = -1, -2, -3, -4
 
 # Slot header, int64: written by the collector after the rows, checked by the learner before it reads them.
 # Times are nanoseconds of the monotonic clock both processes share.
-HEADER = ("sentinel", "tick", "received_ns", "applied_ns", "stepped_ns", "packed_ns")
+HEADER = ("sentinel", "turn", "received_ns", "applied_ns", "began_ns", "stepped_ns", "packing_ns", "packed_ns")
 
 _FRAME = struct.Struct("<qq")  # signal, payload bytes
 
@@ -41,53 +43,70 @@ class PeerGone(RuntimeError):  # noqa: N818 - says what happened
 class Channel:
     """The shared block, seen as arrays.
 
+    Args:
+        fd: descriptor of the block.
+        spec: the columns.
+        num_envs: rows of all groups.
+        groups: groups that take turns, see `row_groups`.
+
     Attributes:
         fd: descriptor of the anonymous block; a child process inherits it.
+        groups: rows of every group.
         headers: `(SLOTS, len(HEADER))` int64.
-        slots: `SLOTS` arrays `(num_envs, spec.width)` float32, what physics publishes.
+        slots: `SLOTS` arrays `(rows of the largest group, spec.width)` float32, what physics publishes.
         ctrl: `(num_envs, nu)` float32 control targets.
         codes: `(num_envs,)` int32 row codes.
         reset_rows: `(num_envs, spec.reset_width)` float32, read where a row's code asks for it.
     """
 
-    def __init__(self, fd: int, spec: PhysicsSpec, num_envs: int) -> None:
+    def __init__(self, fd: int, spec: PhysicsSpec, num_envs: int, groups: int = 1) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, channel_bytes(spec, num_envs))
+        self.groups = row_groups(num_envs, groups)
+        self._map = mmap.mmap(fd, channel_bytes(spec, num_envs, groups))
         self._offset = 0
         self.headers = self._part((SLOTS, len(HEADER)), np.int64)
-        self.slots = [self._part((num_envs, spec.width), np.float32) for _ in range(SLOTS)]
+        self.slots = [self._part((self.groups[0].stop, spec.width), np.float32) for _ in range(SLOTS)]
         self.ctrl = self._part((num_envs, spec.nu), np.float32)
         self.codes = self._part((num_envs,), np.int32)
         self.reset_rows = self._part((num_envs, spec.reset_width), np.float32)
 
     @classmethod
-    def create(cls, spec: PhysicsSpec, num_envs: int) -> Channel:
+    def create(cls, spec: PhysicsSpec, num_envs: int, groups: int = 1) -> Channel:
         """Make the block; slots start as NaN, so that a row nobody wrote cannot pass for physics."""
         fd = os.memfd_create("unilab-channel") if hasattr(os, "memfd_create") else _unlinked_file()
-        os.truncate(fd, channel_bytes(spec, num_envs))
-        channel = cls(fd, spec, num_envs)
+        os.truncate(fd, channel_bytes(spec, num_envs, groups))
+        channel = cls(fd, spec, num_envs, groups)
         for slot in channel.slots:
             slot.fill(np.nan)
         return channel
 
-    def publish(self, tick: int, times_ns: tuple[int, int, int, int]) -> None:
-        """Stamp the slot of `tick` as complete; times in `HEADER` order."""
-        self.headers[tick % SLOTS] = (SENTINEL, tick, *times_ns)
+    def rows(self, turn: int) -> slice:
+        """Rows of the group whose turn it is."""
+        return self.groups[turn % len(self.groups)]
 
-    def check(self, tick: int) -> dict[str, int]:
-        """Return the header of the slot that should hold `tick`.
+    def slot(self, turn: int) -> NDArray[np.float32]:
+        """The ingress slot of `turn`, one row per environment of its group."""
+        rows = self.rows(turn)
+        return self.slots[turn % SLOTS][: rows.stop - rows.start]
+
+    def publish(self, turn: int, times_ns: tuple[int, ...]) -> None:
+        """Stamp the slot of `turn` as complete; times in `HEADER` order."""
+        self.headers[turn % SLOTS] = (SENTINEL, turn, *times_ns)
+
+    def check(self, turn: int) -> dict[str, int]:
+        """Return the header of the slot that should hold `turn`.
 
         Raises:
-            RuntimeError: if the slot was not completed or belongs to another tick.
+            RuntimeError: if the slot was not completed or belongs to another turn.
         """
-        header = dict(zip(HEADER, self.headers[tick % SLOTS].tolist(), strict=True))
-        if header["sentinel"] != SENTINEL or header["tick"] != tick:
-            raise RuntimeError(f"ingress slot {tick % SLOTS} should hold tick {tick}, its header says {header}")
+        header = dict(zip(HEADER, self.headers[turn % SLOTS].tolist(), strict=True))
+        if header["sentinel"] != SENTINEL or header["turn"] != turn:
+            raise RuntimeError(f"ingress slot {turn % SLOTS} should hold turn {turn}, its header says {header}")
         return header
 
-    def release(self, tick: int) -> None:
-        """Give the slot of `tick` back to the collector."""
-        self.headers[tick % SLOTS] = 0
+    def release(self, turn: int) -> None:
+        """Give the slot of `turn` back to the collector."""
+        self.headers[turn % SLOTS] = 0
 
     def _part(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         count = int(np.prod(shape))
@@ -111,7 +130,7 @@ class Pipe:
         self._poll.register(read_fd, select.POLLIN)
 
     def send(self, signal: int, payload: Any = None) -> None:
-        """Send a tick number or a signal, with an optional JSON payload.
+        """Send a turn number or a signal, with an optional JSON payload.
 
         Raises:
             PeerGone: if the other side has closed its end.
@@ -132,7 +151,7 @@ class Pipe:
             waiting_for: what is awaited, for the message of a deadline.
 
         Returns:
-            The signal or tick number and its payload.
+            The signal or turn number and its payload.
 
         Raises:
             PeerGone: if the other side has closed its end.
@@ -160,10 +179,11 @@ class Pipe:
         return received
 
 
-def channel_bytes(spec: PhysicsSpec, num_envs: int) -> int:
+def channel_bytes(spec: PhysicsSpec, num_envs: int, groups: int = 1) -> int:
     """Size of the shared block in bytes."""
-    rows = (spec.width, spec.width, spec.nu, 1, spec.reset_width)
-    return _aligned(8 * SLOTS * len(HEADER)) + sum(_aligned(4 * num_envs * width) for width in rows)
+    slot = _aligned(4 * row_groups(num_envs, groups)[0].stop * spec.width)
+    command = sum(_aligned(4 * num_envs * width) for width in (spec.nu, 1, spec.reset_width))
+    return _aligned(8 * SLOTS * len(HEADER)) + SLOTS * slot + command
 
 
 def _aligned(size: int) -> int:

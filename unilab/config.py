@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from unilab.physics.spec import PROFILES
+from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
 from unilab.validation import require
@@ -46,6 +46,8 @@ class TrainingConfig:
         log_dir: the exact run directory instead of a generated one.
         no_play: skip video and export after training.
         export_onnx: export the policy after training.
+        trace_enabled: write a timeline of both processes and the device.
+        record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none.
     """
 
     task_name: str = "G1WalkFlat"
@@ -59,6 +61,8 @@ class TrainingConfig:
     log_dir: str | None = None
     no_play: bool = False
     export_onnx: bool = True
+    trace_enabled: bool = False
+    record_states: int = 0
 
     def validate(self) -> None:
         """Check ranges.
@@ -68,6 +72,7 @@ class TrainingConfig:
         """
         require(self.log_dir != "", "training.log_dir", "a path or null", self.log_dir)
         require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
+        require(self.record_states >= 0, "training.record_states", "0 or more", self.record_states)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 
@@ -78,11 +83,14 @@ class EnvConfig(G1WalkFlatConfig):
 
     Attributes:
         physics_profile: solver path, `reference`, `exact` or `fast`.
+        physics_groups: groups of environments that take turns on the CPU pool; with 2 the pool steps one group while
+            the other is packed, uploaded, acted on and commanded. What is computed does not depend on it.
         cpu_ids: CPUs of the physics workers, worker i on the i-th; null takes the allowed ones, less one for the
             learner where there is more than one.
     """
 
     physics_profile: str = "exact"
+    physics_groups: int = 2
     cpu_ids: list[int] | None = None
 
     def validate(self) -> None:
@@ -92,6 +100,7 @@ class EnvConfig(G1WalkFlatConfig):
             ValueError: naming the key, what it must be and what it is.
         """
         super().validate()
+        require(self.physics_groups in GROUP_COUNTS, "env.physics_groups", "1 or 2", self.physics_groups)
         require(self.physics_profile in PROFILES, "env.physics_profile", " or ".join(PROFILES), self.physics_profile)
 
 

@@ -1,20 +1,24 @@
 """The vectorised environment: what happens on the learner's device between two physics steps.
 
-Each tick calls `draw`, `complete`, `restart` and `control`, in this order, and they may run eagerly or inside one
-captured graph: every buffer is allocated once and written in place, shapes never depend on data, nothing is read back.
+Each tick calls `draw` once, then `complete`, `restart` and `control` for every group of rows, and `summarize` once
+after the last `complete`. They may run eagerly or inside captured graphs: every buffer is allocated once and written in
+place, shapes never depend on data, nothing is read back.
 """
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
-from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD
+from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
 
 EPISODE_WINDOW = 100
+TRACKING_ERRORS = (TRACKING_ERROR_LIN, TRACKING_ERROR_ANG)
 
 
 class Environment:
@@ -58,6 +62,7 @@ class Environment:
         assert task.num_envs == num_envs
         assert torch.device(task.device).type == torch.device(device).type
         self.task, self.num_envs, self.device = task, num_envs, device
+        self._row_buffers: list[str] = []
         self._generator, self._registry = generator, registry
         self._noise = {name: task.uniform_columns[name] for name in ("step_noise", "reset_noise")}
         self._allocate_inputs()
@@ -88,14 +93,28 @@ class Environment:
         self.timeout = self._buffer("timeout", dtype=torch.bool)
         self.valid = self._buffer("valid", dtype=torch.bool)
         self.finished = self._buffer("finished", dtype=torch.bool)
+        self.reward_terms = self._buffer("reward_terms", len(self.task.reward_names))
+        self.tracking_errors = self._buffer("tracking_errors", len(TRACKING_ERRORS))
+        errors = torch.zeros(len(TRACKING_ERRORS), device=self.device)
+        self.tracking_means = self._registry.tensor("env/tracking_means", errors)
         scalars = torch.zeros(len(self.task.reward_names), device=self.device)
         self.reward_means = self._registry.tensor("env/reward_means", scalars)
         invalid = torch.zeros((), dtype=torch.int64, device=self.device)
         self.invalid_rows = self._registry.tensor("env/invalid_rows", invalid)
 
     def _buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        self._row_buffers.append(name)
         value = torch.zeros(self.num_envs, *shape, dtype=dtype, device=self.device)
         return self._registry.tensor(f"env/{name}", value)
+
+    def part(self, rows: slice) -> Environment:
+        """Some rows of this environment as one of their own, on the same memory; what is no row stays common."""
+        part = copy.copy(self)
+        for name in self._row_buffers:
+            setattr(part, name, alias(getattr(self, name)[rows]))
+        part.num_envs = len(part.done)
+        part.episodes = self.episodes.part(rows)
+        return part
 
     def begin(self) -> None:
         """Tick 0: reset every environment, episodes at random places so that their time limits spread."""
@@ -109,13 +128,23 @@ class Environment:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Turn `fields` into the finished transition and count it."""
+        """Turn `fields` into the finished transition."""
         self._advance()
         physics = self.task.fields(self._clean_fields())
         self._judge(self.task.terminated(physics))
         self._pay(physics)
+        self._compare(physics)
         self._observe(physics)
-        self.episodes.record(self.reward, self.done, self.truncated)
+        self.episodes.pay(self.reward)
+
+    @torch.no_grad()
+    def summarize(self) -> None:
+        """Count the tick over all rows: means over the valid ones, invalid ones, finished episodes, the curriculum."""
+        valid = self.valid.sum().clamp(min=1)
+        self.reward_means.copy_(self.reward_terms.sum(0) / valid)
+        self.tracking_means.copy_(self.tracking_errors.sum(0) / valid)
+        self.invalid_rows.add_((~self.valid).sum())
+        self.episodes.record(self.done, self.truncated)
 
     def _advance(self) -> None:
         self.episodes.steps.add_(1)
@@ -127,7 +156,6 @@ class Environment:
         """Physics rows with those that broke replaced, so that nothing computed from them is NaN."""
         warnings = self.fields[:, self.task.spec.columns["warnings"]].abs().sum(1)
         self.valid.copy_(torch.isfinite(self.fields).all(1) & torch.isfinite(self.actions).all(1) & (warnings == 0))
-        self.invalid_rows.add_((~self.valid).sum())
         return torch.where(self.valid.unsqueeze(1), self.fields, self.task.idle_row)
 
     def _judge(self, terminated: Tensor) -> None:
@@ -141,9 +169,14 @@ class Environment:
         """Rewards with the penalty factor as it was before this tick's episodes ended."""
         scale = self.episodes.penalty_scale
         terms = self.task.reward_terms(physics, self.actions, self.previous_actions, self.command, self.phase, scale)
-        terms = torch.where(self.valid.unsqueeze(1), terms, 0.0)
-        self.reward.copy_(terms.sum(1) * self.task.control_dt)
-        self.reward_means.copy_(terms.sum(0) / self.valid.sum().clamp(min=1))
+        self.reward_terms.copy_(torch.where(self.valid.unsqueeze(1), terms, 0.0))
+        self.reward.copy_(self.reward_terms.sum(1) * self.task.control_dt)
+
+    def _compare(self, physics: dict[str, Tensor]) -> None:
+        """Distances from the command that the transition was under."""
+        errors = self.task.tracking_errors(physics, self.command)
+        stacked = torch.stack([errors[tag.rpartition("/")[2]] for tag in TRACKING_ERRORS], 1)
+        self.tracking_errors.copy_(torch.where(self.valid.unsqueeze(1), stacked, 0.0))
 
     def _observe(self, physics: dict[str, Tensor]) -> None:
         self.next_critic.copy_(self.task.critic_observation(physics, self.actions, self.command, self.phase))
@@ -178,10 +211,11 @@ class Environment:
         self.ctrl.copy_(self.task.control_targets(self.actions))
 
     def metrics(self) -> dict[str, Tensor]:
-        """Tagged 0-d float tensors of the tick last completed."""
+        """Tagged 0-d float tensors of the tick last summarized."""
         rewards = dict(zip(self.task.reward_names, self.reward_means.unbind(), strict=True))
         return {
             **self.episodes.metrics(),
+            **dict(zip(TRACKING_ERRORS, self.tracking_means.unbind(), strict=True)),
             **{f"reward/{name}": value for name, value in rewards.items()},
             "Train/invalid_rows": self.invalid_rows.to(torch.float32),
         }
@@ -199,6 +233,8 @@ class Episodes:
     Attributes:
         steps: (N,) int64 control steps of the running episodes.
         returns: (N,) sums of their rewards.
+        last_steps: (N,) `steps` as the last transition left them, before a restart.
+        last_returns: (N,) `returns` of the same moment.
         ring: (2, 101) returns and lengths of the last 100 finished episodes; the last column is scratch.
         count: () int64 episodes finished so far.
         timeout_rate: () truncations per finished episode, of the last tick in which one finished.
@@ -213,21 +249,34 @@ class Episodes:
         self._task = task
         self.steps = buffer("episode_steps", num_envs, dtype=torch.int64)
         self.returns = buffer("episode_returns", num_envs)
+        self.last_steps = buffer("episode_last_steps", num_envs, dtype=torch.int64)
+        self.last_returns = buffer("episode_last_returns", num_envs)
         self.ring = buffer("episode_ring", 2, EPISODE_WINDOW + 1)
         self.count = buffer("episode_count", dtype=torch.int64)
         self.timeout_rate = buffer("timeout_rate")
         self.mean_length = buffer("curriculum_mean_length")
         self.penalty_scale = buffer("penalty_scale").fill_(task.initial_penalty_scale)
 
-    def record(self, reward: Tensor, done: Tensor, truncated: Tensor) -> None:
-        """Count one step of every environment and the episodes that it ended.
+    def part(self, rows: slice) -> Episodes:
+        """Some rows of the running episodes, see `Environment.part`."""
+        part = copy.copy(self)
+        for name in ("steps", "returns", "last_steps", "last_returns"):
+            setattr(part, name, alias(getattr(self, name)[rows]))
+        return part
+
+    def pay(self, reward: Tensor) -> None:
+        """Add rewards (N,) to the running episodes."""
+        self.returns.add_(reward)
+        self.last_returns.copy_(self.returns)
+        self.last_steps.copy_(self.steps)
+
+    def record(self, done: Tensor, truncated: Tensor) -> None:
+        """Count the episodes that the tick ended.
 
         Args:
-            reward: (N,) rewards.
             done: (N,) bool, the episode ended and counts.
             truncated: (N,) bool, by the time limit.
         """
-        self.returns.add_(reward)
         finished = done.sum()
         self._remember(done, finished)
         rate = truncated.sum() / finished.clamp(min=1)
@@ -239,7 +288,7 @@ class Episodes:
         order = done.cumsum(0) - 1
         kept = done & (order >= finished - EPISODE_WINDOW)
         slot = torch.where(kept, (self.count + order) % EPISODE_WINDOW, EPISODE_WINDOW)
-        values = torch.stack((self.returns, self.steps.to(self.returns.dtype)))
+        values = torch.stack((self.last_returns, self.last_steps.to(self.last_returns.dtype)))
         self.ring.scatter_(1, slot.expand_as(values), values)
         self.ring[:, EPISODE_WINDOW:].zero_()
         self.count.add_(finished)
@@ -247,7 +296,7 @@ class Episodes:
     def _follow(self, done: Tensor, finished: Tensor) -> None:
         """Move the mean length by min(1, finished / window) towards this tick's, and the penalty factor after it."""
         weight = (finished / self._task.curriculum_window).clamp(max=1)
-        mean = torch.where(done, self.steps, 0).sum() / finished.clamp(min=1)
+        mean = torch.where(done, self.last_steps, 0).sum() / finished.clamp(min=1)
         self.mean_length.add_(weight * (mean - self.mean_length))
         scale = self._task.next_penalty_scale(self.penalty_scale, self.mean_length)
         self.penalty_scale.copy_(torch.where(finished > 0, scale, self.penalty_scale))
@@ -266,3 +315,8 @@ class Episodes:
             "Episode/timeout_rate": self.timeout_rate,
             "Train/penalty_scale": self.penalty_scale,
         }
+
+
+def alias(view: Tensor) -> Tensor:
+    """The memory of a view as a tensor of its own: compilers treat views of one tensor with suspicion."""
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from unilab.channel import Channel
+from unilab.channel import SLOTS, Channel
 from unilab.environment import Environment
 
 DEVICE_TIMEOUT = 120.0
@@ -22,46 +24,66 @@ class DeviceExchange:
 
     Args:
         channel: the shared block.
-        environment: owner of the device buffers.
+        parts: owners of the device buffers, one environment per group of the channel.
+        stage: surrounds each copy by name on its stream, to time it.
     """
 
-    def __init__(self, channel: Channel, environment: Environment) -> None:
-        self._environment = environment
-        self._slots = [torch.from_numpy(slot) for slot in channel.slots]
-        self._command = [torch.from_numpy(part) for part in (channel.ctrl, channel.codes, channel.reset_rows)]
-        self._cuda = environment.fields.device.type == "cuda"
+    def __init__(
+        self,
+        channel: Channel,
+        parts: Sequence[Environment],
+        stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> None:
+        self._stage = stage
+        device = parts[0].fields.device
+        blocks = [torch.from_numpy(part) for part in (channel.ctrl, channel.codes, channel.reset_rows)]
+        self._uploads = [
+            (parts[turn % len(parts)].fields, torch.from_numpy(channel.slot(turn))) for turn in range(SLOTS)
+        ]
+        self._downloads = [
+            list(zip((block[rows] for block in blocks), (part.ctrl, part.codes, part.reset_rows), strict=True))
+            for rows, part in zip(channel.groups, parts, strict=True)
+        ]
+        self._cuda = device.type == "cuda"
         if self._cuda:
-            self._side = torch.cuda.Stream(environment.fields.device)
+            self._side = torch.cuda.Stream(device)
             self._uploaded, self._downloaded = torch.cuda.Event(), torch.cuda.Event()
-            self._registered = [_pin(part) for part in (*self._slots, *self._command)]
+            self._registered = [_pin(torch.from_numpy(part)) for part in channel.slots] + [
+                _pin(block) for block in blocks
+            ]
 
-    def upload(self, slot: int) -> None:
-        """Copy an ingress slot into `environment.fields`; later work on the current stream sees it."""
+    def upload(self, turn: int) -> None:
+        """Copy the ingress slot of `turn` into the `fields` of its group; later work on the current stream sees it."""
+        target, source = self._uploads[turn % SLOTS]
         if not self._cuda:
-            self._environment.fields.copy_(self._slots[slot])
+            with self._stage("upload"):
+                target.copy_(source)
             return
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            self._environment.fields.copy_(self._slots[slot], non_blocking=True)
+            with self._stage("upload"):
+                target.copy_(source, non_blocking=True)
             self._uploaded.record()
         main.wait_event(self._uploaded)
 
-    def download(self) -> None:
-        """Copy the command into the channel and wait for it; the uploaded slot is free afterwards too.
+    def download(self, group: int) -> None:
+        """Copy a group's command into the channel and wait for it; the uploaded slot is free afterwards too.
 
         Raises:
             TimeoutError: if the device does not finish within the deadline.
         """
-        parts = (self._environment.ctrl, self._environment.codes, self._environment.reset_rows)
+        copies = self._downloads[group]
         if not self._cuda:
-            for target, source in zip(self._command, parts, strict=True):
-                target.copy_(source)
+            with self._stage("download"):
+                for target, source in copies:
+                    target.copy_(source)
             return
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            for target, source in zip(self._command, parts, strict=True):
-                target.copy_(source, non_blocking=True)
+            with self._stage("download"):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
             self._downloaded.record()
         wait_event(self._downloaded, "the act phase and its command")
 

@@ -12,7 +12,9 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
+STATES_FILE = "physics_states.npz"
 RUN_END_FILE = "run_end.json"
+TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
 # Values of run_end.json's `status`.
 COMPLETED = "completed"
@@ -25,9 +27,17 @@ ITERATION_TIME = "Perf/iteration_time"
 LEARNING_TIME = "Perf/learning_time"
 PHYSICS_FRACTION = "Perf/physics_fraction"
 EXPOSED_MS = "Perf/exposed_ms"
+COLLECTOR_WAIT_MS = "Perf/learner_collector_wait_ms"
+INFERENCE_MS = "Perf/learner_inference_ms"
+ACTION_WAIT_MS = "Perf/collector_learner_action_wait_ms"
+APPLY_MS = "Perf/collector_env_step_apply_action_ms"
+BACKEND_MS = "Perf/collector_env_step_backend_ms"
+PACK_MS = "Perf/collector_replay_write_ms"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
+TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
+TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
 
 # Exit codes of every command line.
 EXIT_OK = 0

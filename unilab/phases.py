@@ -6,12 +6,13 @@ numbers are drawn at the head, shapes never depend on data, and nothing is read 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from unilab.environment import Environment
+from unilab.environment import Environment, alias
 from unilab.replay import ReplayRing
 from unilab.sac.config import SacConfig
 from unilab.sac.learner import SacLearner
@@ -36,13 +37,20 @@ def transition_widths(obs_dim: int, critic_dim: int, action_dim: int) -> dict[st
 class ActPhase:
     """From physics rows to the next command: finish the transition, store it, restart finished rows, act.
 
+    Groups of rows take turns. What a tick does once is done in the first turn (drawing) or the last (summarizing), so
+    that the number of groups does not change what is computed.
+
     Args:
         environment: the vectorised task; its `fields` were just uploaded.
         learner: owner of the actor.
         replay: takes the finished transitions.
         generator: random stream of the exploration noise.
         registry: receives the noise buffer.
+        groups: rows of every group, in order; all rows in one by default.
         compiled: compile the task functions and the actor with Inductor.
+
+    Attributes:
+        parts: the environment's rows by group.
     """
 
     def __init__(
@@ -52,11 +60,15 @@ class ActPhase:
         replay: ReplayRing,
         generator: torch.Generator,
         registry: StateRegistry,
+        groups: Sequence[slice] = (slice(None),),
         compiled: bool = False,
     ) -> None:
         self._environment, self._learner, self._replay, self._generator = environment, learner, replay, generator
         self._noise = registry.tensor("act/noise", torch.zeros_like(environment.actions))
+        self.parts = [environment.part(rows) for rows in groups]
+        self._noises = [alias(self._noise[rows]) for rows in groups]
         self._advance = torch.compile(self._finish_and_restart, dynamic=False) if compiled else self._finish_and_restart
+        self._summarize = torch.compile(environment.summarize, dynamic=False) if compiled else environment.summarize
         self._decide = torch.compile(self._act, dynamic=False) if compiled else self._act
 
     @torch.no_grad()
@@ -64,25 +76,29 @@ class ActPhase:
         """Tick 0: every row is reset and gets its first action."""
         self._noise.normal_(generator=self._generator)
         self._environment.begin()
-        self._decide()
+        for part, noise in zip(self.parts, self._noises, strict=True):
+            self._decide(part, noise)
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Every later tick."""
-        self._environment.draw()
-        self._noise.normal_(generator=self._generator)
-        self._advance()
-        self._decide()
+    def run(self, group: int = 0) -> None:
+        """The turn of one group in every later tick; groups come in order."""
+        if group == 0:
+            self._environment.draw()
+            self._noise.normal_(generator=self._generator)
+        part = self.parts[group]
+        self._advance(part)
+        if group == len(self.parts) - 1:
+            self._summarize()
+        self._decide(part, self._noises[group])
 
-    def _finish_and_restart(self) -> None:
-        environment = self._environment
-        environment.complete()
-        self._replay.append(_transition(environment), environment.valid)
-        environment.restart(environment.finished)
+    def _finish_and_restart(self, part: Environment) -> None:
+        part.complete()
+        self._replay.append(_transition(part), part.valid)
+        part.restart(part.finished)
 
-    def _act(self) -> None:
-        action, _ = self._learner.actor.sample(self._environment.obs, self._noise)
-        self._environment.control(action)
+    def _act(self, part: Environment, noise: Tensor) -> None:
+        action, _ = self._learner.actor.sample(part.obs, noise)
+        part.control(action)
 
 
 class UpdatePhase:

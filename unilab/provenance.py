@@ -20,13 +20,13 @@ from typing import Any
 import psutil
 import torch
 
-from unilab.physics.pinning import allowed_cpus
+from unilab.physics.pinning import allowed_cpus, cpu_model
 
 PACKAGE = Path(__file__).parent
 STAMP_FILE = "source_stamp.json"  # commit of a tree that travelled without its git metadata
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a tree dirty; a report being written does not
 PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--full-index", "--binary")  # whatever git is set to
-SOURCE_SUFFIXES = (".py", ".yaml", ".xml")
+SOURCE_SUFFIXES = (".py", ".c", ".yaml", ".xml")
 VERSIONED = ("torch", "mujoco", "numpy", "hydra-core", "tensorboard", "triton")
 ENVIRONMENT_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "MKL_", "OPENBLAS_", "PYTORCH_", "MUJOCO_", "UNILAB_")
 
@@ -97,7 +97,7 @@ def versions() -> dict[str, str | None]:
 def host_facts() -> dict[str, Any]:
     """CPU, memory, GPUs and platform of this host."""
     return {
-        "cpu_model": _cpu_model(),
+        "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "gpus": [gpu_facts(index) for index in range(torch.cuda.device_count())],
@@ -148,12 +148,3 @@ def _git(root: Path, *arguments: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook sets GIT_DIR
     result = subprocess.run(command, check=True, capture_output=True, env=environment, timeout=20)
     return result.stdout.decode(errors="surrogateescape")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -1,7 +1,8 @@
 """The training loop of one rank, as named phases.
 
-Tick k: the collector steps physics while the learner updates; then the learner uploads the rows, acts, sends the next
-command, and updates again. The CPU pool does nothing but physics, and only upload, act and download stand in its way.
+In a tick every environment takes one control step. Groups of them take turns: the learner waits for a group's rows,
+uploads them, acts and sends the group's next command, while the pool steps the other group. After a tick's last turn
+the learner updates, while the pool steps the first group again. The CPU pool does nothing but physics.
 """
 
 from __future__ import annotations
@@ -9,30 +10,40 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
 
-from unilab.capture import Phase
-from unilab.channel import SLOTS
+from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import EventLog, Record
-from unilab.exchange import DeviceExchange, MetricReader
+from unilab.exchange import DeviceExchange, MetricReader, wait_event
 from unilab.hardware import check_memory
 from unilab.names import (
+    ACTION_WAIT_MS,
+    APPLY_MS,
+    BACKEND_MS,
+    COLLECTOR_WAIT_MS,
     EXPOSED_MS,
+    INFERENCE_MS,
     ITERATION_TIME,
     LEARNING_TIME,
+    PACK_MS,
     PHYSICS_FRACTION,
+    STATES_FILE,
     TOTAL_FPS,
     TRAIN_ITERATION,
 )
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.process import CollectorProcess
+from unilab.physics.spec import row_groups
+from unilab.physics.states import recorded_iterations
 from unilab.provenance import gpu_facts
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
@@ -41,10 +52,17 @@ from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
 from unilab.terminal import TerminalView
+from unilab.trace import Clock, DeviceClock, HostClock, StageTimer, Trace, device_times
 
 CHECKPOINT_FORMAT = 1
 # Not worth saving: draws that the next tick replaces, and rows that a resumed run collects anew.
 _TRANSIENT = ("update/", "act/", "replay/")
+# Tracks of the timeline: what the host knows of a turn, by tag, and the name a reader sees.
+_TIMELINE = {
+    "learner/host": ((COLLECTOR_WAIT_MS, "wait for rows"), (INFERENCE_MS, "upload, act, download, command")),
+    "collector/pool": ((ACTION_WAIT_MS, "wait for a command"), (BACKEND_MS, "Batch.step")),
+    "collector/carrier": ((APPLY_MS, "apply"), (PACK_MS, "pack")),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Tick:
         committed: monotonic seconds when the tick's transitions were complete and the next command was out.
         wall: seconds since the previous tick's `committed`.
         physics: seconds inside the physics step.
-        stages: milliseconds by tag.
+        stages: milliseconds by tag, summed over the groups.
     """
 
     iteration: int
@@ -95,13 +113,22 @@ class Runner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
         self._metrics = MetricReader(self._update_phase.metrics, self._update_phase.metric_names)
-        self._collector = CollectorProcess(task.spec, config.algo.num_envs, cpu_ids)
+        snapshots = recorded_iterations(config.algo.max_iterations, config.training.record_states)
+        self._snapshots = {iteration: index for index, iteration in enumerate(snapshots)}
+        self._collector = CollectorProcess(
+            task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups, len(snapshots)
+        )
+        self._timer: StageTimer | None = None
         try:
-            self._exchange = DeviceExchange(self._collector.channel, self._environment)
+            if config.training.trace_enabled:
+                self._clock: Clock = DeviceClock(wait_event) if device.type == "cuda" else HostClock()
+                self._timer = StageTimer(self._clock)
+            self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts, self._stage)
         except BaseException:  # nobody holds the collector yet
             self._collector.close()
             raise
-        self._packed_ns = time.monotonic_ns()
+        self._groups = len(self._act_phase.parts)
+        self._stepped_ns = time.monotonic_ns()
 
     def __enter__(self) -> Runner:
         return self
@@ -110,8 +137,8 @@ class Runner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._run_act.release()
-            self._run_update.release()
+            for phase in (*self._run_act, self._run_update):
+                phase.release()
             self._exchange.close()
         finally:  # a device that failed must not keep the collector alive
             self._collector.close()
@@ -142,6 +169,7 @@ class Runner:
                 "profile": spec.profile,
                 "timestep": spec.timestep,
                 "decimation": spec.decimation,
+                "groups": self._groups,
                 "workers": len(self._collector.placement),
                 "placement": self._collector.placement,
             },
@@ -156,35 +184,47 @@ class Runner:
             },
         }
 
-    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory) -> None:
+    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory, trace: Trace | None = None) -> None:
         """Train for `algo.max_iterations` iterations.
 
         Args:
             log: receives one record per logged iteration.
             view: shows the progress.
-            directory: receives checkpoints.
+            directory: receives checkpoints and physics states.
+            trace: receives the timeline, if the run was configured with one.
         """
-        self._log, self._view, self._directory = log, view, directory
+        self._log, self._view, self._directory, self._trace = log, view, directory, trace
+        self._states = directory.path / STATES_FILE if self._snapshots else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # None, and so no stream, away from CUDA
+        with on_stream(self._stream):
             self._train()
 
     def _train(self) -> None:
         last = self.warmup_ticks - 1 + self._config.algo.max_iterations
         if self._captured:
-            self._run_act.capture(self.registry)
-            self._run_update.capture(self.registry)
+            for phase in (*self._run_act, self._run_update):
+                phase.capture(self.registry)
         self._begin()
         previous: Tick | None = None
         for number in range(last):
+            if self._timer is not None:
+                self._timer.next_tick()
             tick = self._tick(number, is_last=number == last - 1)
+            if self._timer is not None:
+                self._clock.renew()  # the device has nothing to do now
             metrics = self._read(previous)
             self._update(tick)
             self._report(previous, metrics)
             self._checkpoint(tick)
             previous = tick
+        if self._timer is not None:
+            self._timer.next_tick()
         self._report(previous, self._read(previous))
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        """Surrounds a stage on the device; timed where there is a timeline."""
+        return nullcontext() if self._timer is None else self._timer.stage(name)
 
     def _build_learner(self) -> None:
         config, task, device = self._config, self._task, self._device
@@ -198,14 +238,16 @@ class Runner:
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
         exploration, update = self._generator("exploration"), self._generator("update")
         self._compiled, self._captured = _execution(algo.algo_params, device)
+        groups = row_groups(algo.num_envs, config.env.physics_groups)
         self._act_phase = ActPhase(
-            self._environment, self._learner, self._replay, exploration, self.registry, self._compiled
+            self._environment, self._learner, self._replay, exploration, self.registry, groups, self._compiled
         )
         self._update_phase = UpdatePhase(
             self._environment, self._learner, self._replay, algo, task.action_dim, update, self.registry
         )
         draws = self.registry.generators()
-        self._run_act = Phase(self._act_phase.run, [draws["random/environment"], exploration])
+        draws_of_acting = [draws["random/environment"], exploration]
+        self._run_act = [Phase(partial(self._act_phase.run, group), draws_of_acting) for group in range(len(groups))]
         self._run_update = Phase(self._update_phase.run, [update])
 
     def _generator(self, stream: str) -> torch.Generator:
@@ -214,37 +256,61 @@ class Runner:
         return self.registry.generator(f"random/{stream}", generator)
 
     def _begin(self) -> None:
-        """Tick 0's command: reset every row and act once."""
+        """Tick 0's commands: reset every row and act once."""
         self._act_phase.begin()
-        self._exchange.download()
         self._committed = time.monotonic()
-        self._collector.command(0)
+        for group in range(self._groups):
+            self._exchange.download(group)
+            self._collector.command(group, self._recording(0))
 
     def _tick(self, number: int, is_last: bool) -> Tick:
-        """Wait for physics, upload, act, and send the next command unless this is the last tick."""
-        waited = time.monotonic()
-        header = self._collector.wait(number)
-        arrived = time.monotonic()
-        self._exchange.upload(number % SLOTS)
-        self._run_act()
-        self._exchange.download()
-        self._collector.channel.release(number)
-        if not is_last:
-            self._collector.command(number + 1)
+        """Every group's turn."""
+        turns = [self._turn(number * self._groups + group, is_last) for group in range(self._groups)]
+        stages = {tag: sum(turn[tag] for turn in turns) for tag in turns[0]}
         committed = time.monotonic()
-        stages = {
-            "Perf/learner_collector_wait_ms": 1e3 * (arrived - waited),
-            "Perf/learner_inference_ms": 1e3 * (committed - arrived),
-            "Perf/collector_learner_action_wait_ms": (header["received_ns"] - self._packed_ns) / 1e6,
-            "Perf/collector_env_step_apply_action_ms": (header["applied_ns"] - header["received_ns"]) / 1e6,
-            "Perf/collector_env_step_backend_ms": (header["stepped_ns"] - header["applied_ns"]) / 1e6,
-            "Perf/collector_replay_write_ms": (header["packed_ns"] - header["stepped_ns"]) / 1e6,
-        }
-        physics = (header["stepped_ns"] - header["applied_ns"]) / 1e9
-        wall, self._committed, self._packed_ns = committed - self._committed, committed, header["packed_ns"]
+        wall, self._committed = committed - self._committed, committed
         self.env_steps += self._config.algo.num_envs
-        iteration = max(0, number + 2 - self.warmup_ticks)
+        iteration = self._iteration(number)
+        physics = stages[BACKEND_MS] / 1e3
         return Tick(iteration, self.env_steps, committed, wall, physics, stages)
+
+    def _iteration(self, number: int) -> int:
+        """Training iteration that the tick of this number leads to; 0 while the ring fills."""
+        return max(0, number + 2 - self.warmup_ticks)
+
+    def _recording(self, number: int) -> tuple[int, int] | None:
+        """Snapshot and iteration, where the physics inputs of a tick are to be kept."""
+        iteration = self._iteration(number)
+        return (self._snapshots[iteration], iteration) if iteration in self._snapshots else None
+
+    def _turn(self, turn: int, is_last: bool) -> dict[str, float]:
+        """Wait for a group's rows, upload, act, and send its next command unless there is none; milliseconds by tag."""
+        group = turn % self._groups
+        waited = time.monotonic_ns()
+        header = self._collector.wait(turn)
+        arrived = time.monotonic_ns()
+        self._exchange.upload(turn)
+        with self._stage("act"):
+            self._run_act[group]()
+        self._exchange.download(group)
+        self._collector.channel.release(turn)
+        if is_last:
+            self._collector.retire(self._states)
+        else:
+            self._collector.command(turn + self._groups, self._recording(turn // self._groups + 1))
+        spans = {
+            COLLECTOR_WAIT_MS: (waited, arrived),
+            INFERENCE_MS: (arrived, time.monotonic_ns()),
+            ACTION_WAIT_MS: (self._stepped_ns, header["began_ns"]),
+            APPLY_MS: (header["received_ns"], header["applied_ns"]),
+            BACKEND_MS: (header["began_ns"], header["stepped_ns"]),
+            PACK_MS: (header["packing_ns"], header["packed_ns"]),
+        }
+        self._stepped_ns = header["stepped_ns"]
+        if self._trace is not None:
+            for track, stages in _TIMELINE.items():
+                self._trace.spans(track, [(name, *spans[tag]) for tag, name in stages], turn=turn)
+        return {tag: (end - start) / 1e6 for tag, (start, end) in spans.items()}
 
     def _update(self, tick: Tick) -> None:
         """Run the update phase while physics runs, once the ring holds enough."""
@@ -253,7 +319,8 @@ class Runner:
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
         self._metrics.begin()
-        self._run_update()
+        with self._stage("update"):
+            self._run_update()
         self._metrics.end()
         self.iteration = tick.iteration
 
@@ -262,7 +329,15 @@ class Runner:
         if tick is None or not tick.iteration:
             return {}
         values, seconds = self._metrics.read()
-        return {**values, LEARNING_TIME: seconds}
+        return {**values, LEARNING_TIME: seconds, **self._device_stages()}
+
+    def _device_stages(self) -> dict[str, float]:
+        """Device times of the tick that is over, where there is a timeline."""
+        if self._timer is None or self._trace is None:
+            return {}
+        spans = self._timer.read()
+        self._trace.spans("learner/device", spans)
+        return device_times(spans)
 
     def _report(self, tick: Tick | None, metrics: dict[str, float]) -> None:
         """Write a finished tick's record with its own step and time, and show it."""

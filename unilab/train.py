@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unilab.names import (
@@ -21,12 +22,14 @@ from unilab.names import (
     EXIT_USAGE,
     FAILED,
     INTERRUPTED,
+    TRACE_FILE,
 )
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
     from unilab.run_dir import RunDirectory
     from unilab.runner import Runner
+    from unilab.trace import Trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +121,8 @@ def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Cal
             directory.write_command(command_facts(argv))
             with build() as runner, TerminalView(Scale(title, algo.max_iterations, algo.num_envs, rows)) as view:
                 directory.write_manifest(runner.manifest())
-                runner.run(log, view, directory)
+                with _trace(config, directory.path) as trace:
+                    runner.run(log, view, directory, trace)
     except KeyboardInterrupt as interrupt:
         status, cause = INTERRUPTED, interrupt
     except BaseException as failure:  # SystemExit too: the terminal view raises it when its reader is gone
@@ -126,6 +130,13 @@ def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Cal
     with _deaf():
         directory.write_end(_end_facts(runner, log, status, cause, time.monotonic() - began, redact))
         return _conclude(config, directory, status, cause)
+
+
+def _trace(config: RunConfig, directory: Path) -> AbstractContextManager[Trace | None]:
+    """The run's timeline, or None where none was asked for."""
+    from unilab.trace import Trace
+
+    return closing(Trace(directory / TRACE_FILE)) if config.training.trace_enabled else nullcontext()
 
 
 def _end_facts(

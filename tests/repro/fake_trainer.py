@@ -11,6 +11,9 @@ Environment variables:
     FAKE_RATE     env steps per second, default 10,000 for each CPU of `env.cpu_ids` (one when there is no list)
     FAKE_NOISE    relative half-width of the noise of the rate between runs, default 0.01; drawn from `algo.seed` and
                   the name of the run directory, so the same run repeats exactly
+    FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
+    FAKE_TRACKING set to anything: log both tracking errors
+    FAKE_STATES   what `training.record_states` leaves: `ok` (real physics, standing still at first), `none`, `damaged`
     FAKE_SECONDS  real seconds the process lives before it ends, default 0
 """
 
@@ -46,6 +49,7 @@ MODES = {
     "duplicate_steps": "two neighbouring events of the tail carry the same step, exit 0",
     "exit3": "no run directory, one line, exit 3",
 }
+TRACKING_ERRORS: dict[str, float | None] = {"Episode/tracking_error_lin": 0.125, "Episode/tracking_error_ang": 0.25}
 WALL_START = 1_790_000_000.0  # s since 1970; any fixed instant, so that the files repeat byte for byte
 MONOTONIC_START = 1_000.0  # s
 STARTUP_SECONDS = 3.5
@@ -72,6 +76,8 @@ class RunOptions:
     smoke: bool = True
     jitter: float = 0.2  # of one iteration, on the times between the quarter points of the run
     argv: tuple[str, ...] = ()
+    trace: bool = False
+    final_length: float = 100.0  # mean episode length in control steps that a run grows to from 20, linearly
     tags: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -87,6 +93,9 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     damage = {"cut_log": "cut", "damaged": "flip"}.get(options.mode)
     write_events(run_dir / f"{names.EVENT_FILE_PREFIX}{int(WALL_START)}", records, damage)
     _write_progress(run_dir / names.PROGRESS_FILE, options, seconds[:count])
+    if options.trace:
+        span = {"ph": "X", "pid": 1, "tid": 1, "name": "Batch.step", "ts": 1e6 * MONOTONIC_START, "dur": 9e5 / 1e3}
+        (run_dir / names.TRACE_FILE).write_text(f"[\n{json.dumps(span)}\n]\n", encoding="utf-8")
     if options.mode not in ("crash", "hang", "no_run_end"):
         _write_json(run_dir / names.RUN_END_FILE, _run_end(options, seconds))
     return run_dir
@@ -145,8 +154,8 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
     nan = options.mode == "nan" and progress >= 0.5
     tags: dict[str, float | None] = {
         names.TRAIN_ITERATION: iteration,
-        names.MEAN_REWARD: -2.0 + 20.0 * progress,
-        names.MEAN_EPISODE_LENGTH: 20.0 + 80.0 * progress,
+        names.MEAN_REWARD: -2.0 + (options.final_length / 4.0 - 5.0) * progress,
+        names.MEAN_EPISODE_LENGTH: 20.0 + (options.final_length - 20.0) * progress,
         "Loss/actor": -1.0 - progress,
         "Loss/critic": math.nan if nan else 4.0 - 3.0 * progress,
         "Loss/temperature": 0.01,
@@ -155,6 +164,12 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
         names.LEARNING_TIME: 0.3 * tick,
         names.PHYSICS_FRACTION: 0.9,
         names.EXPOSED_MS: 100.0 * tick,
+        names.COLLECTOR_WAIT_MS: 920.0 * tick,
+        names.INFERENCE_MS: 60.0 * tick,
+        names.ACTION_WAIT_MS: 70.0 * tick,
+        names.APPLY_MS: 10.0 * tick,
+        names.BACKEND_MS: 900.0 * tick,
+        names.PACK_MS: 15.0 * tick,
     }
     tags.update(options.tags)
     return {tag: value for tag, value in tags.items() if value is not None}
@@ -282,6 +297,25 @@ def _overrides(words: list[str]) -> dict[str, Any]:
     return found
 
 
+def write_states(path: Path, num_envs: int, count: int) -> None:
+    """Record real physics: robots that fall, `count` steps of them, as `FAKE_STATES` asks."""
+    kind = os.environ.get("FAKE_STATES", "ok")
+    if kind == "damaged":
+        path.write_bytes(b"PK damaged")
+    if kind != "ok":
+        return
+    from unilab.physics.mujoco_pool import MujocoPool
+    from unilab.physics.spec import PhysicsSpec
+    from unilab.physics.states import StateRecorder
+
+    pool = MujocoPool(PhysicsSpec("unitree_g1/scene_flat.xml", 1 / 150, 3, "exact", 36, 35, 29, (), ()), num_envs)
+    recorder = StateRecorder(pool, count)
+    for index in range(count):
+        recorder.take(index, slice(None), index + 1)
+        pool.step()
+    recorder.write(path)
+
+
 def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list[str]) -> RunOptions:
     """The run that a command line and the FAKE_ variables ask for."""
     cpu_ids = overrides.get("env.cpu_ids")
@@ -303,6 +337,9 @@ def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list
         task=task,
         smoke=bool(overrides.get("training.smoke", False)),
         argv=tuple(argv),
+        trace=bool(overrides.get("training.trace_enabled", False)),
+        final_length=float(os.environ.get("FAKE_LENGTH", defaults.final_length)),
+        tags=dict(TRACKING_ERRORS) if "FAKE_TRACKING" in os.environ else {},
     )
 
 
@@ -326,13 +363,15 @@ def main(argv: list[str]) -> int:
     if run_dir.exists() and any(run_dir.iterdir()):
         print(f"train: {run_dir} is not empty; choose another training.log_dir", file=sys.stderr)
         return names.EXIT_USAGE
-    return _run(run_dir, options)
+    return _run(run_dir, options, int(overrides.get("training.record_states", 0)))
 
 
-def _run(run_dir: Path, options: RunOptions) -> int:
+def _run(run_dir: Path, options: RunOptions, snapshots: int) -> int:
     print(f"fake run: {options.iterations} iterations, mode {options.mode}", flush=True)
     unfinished = replace(options, mode="no_run_end") if options.mode == "ok" else options
     write_run(run_dir, unfinished)
+    if snapshots:
+        write_states(run_dir / names.STATES_FILE, options.num_envs, snapshots)
     try:
         time.sleep(3600.0 if options.mode == "hang" else float(os.environ.get("FAKE_SECONDS", "0")))
     except KeyboardInterrupt:

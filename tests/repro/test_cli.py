@@ -22,11 +22,17 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
+    "bench": ["KIND"],
+}
+BENCHES = {
+    "physics": ["--states", "--workers", "--profiles", "--seconds", "--json"],
+    "learner": ["KEY=VALUE", "--json", "--output", "--variants", "--cycles"],
+    "tick": ["KEY=VALUE", "--json", "--output", "--iterations"],
 }
 
 
@@ -40,9 +46,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repro.cli.find_host", lambda: make_host(cpus=16, gpu_count=1))
 
 
-def test_the_command_line_is_frozen() -> None:
-    (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    found = {
+def flags(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Flags and positionals of every subcommand."""
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {
         name: [
             action.option_strings[0] if action.option_strings else str(action.metavar)
             for action in parser._actions
@@ -50,7 +57,13 @@ def test_the_command_line_is_frozen() -> None:
         ]
         for name, parser in commands.choices.items()
     }
-    assert found == COMMANDS
+
+
+def test_the_command_line_is_frozen() -> None:
+    parser = build_parser()
+    assert flags(parser) == COMMANDS
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    assert flags(commands.choices["bench"]) == BENCHES
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run"], 2, "name cases or a matrix: --matrix single, smoke, auto or a TOML file"),
+        (["run"], 2, "name cases or a matrix: --matrix learning, single, smoke, auto or a TOML file"),
         (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),
@@ -218,7 +231,7 @@ def test_a_session_ends_with_six_lines_and_the_path(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-6].startswith("SMOKE, not a benchmark: fast runs at 1.")
     assert lines[-5] == "share of the physics ceiling: not measured"
-    assert lines[-4].startswith("bounding stage: physics in fast (physics takes ")
+    assert lines[-4].startswith("bounding stage: upload, act, download and command in fast (costs the")
     assert lines[-3] == "probes: none"
     assert lines[-2].startswith("next: repro verify reports/")
     report = Path(lines[-1])
@@ -242,7 +255,7 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
 def test_the_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--matrix", "single", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["matrices"] == [{"matrix": "single", "fits": True, "estimated_seconds": 264.0, "reasons": []}]
+    assert found["matrices"] == [{"matrix": "single", "fits": True, "estimated_seconds": 273.0, "reasons": []}]
     assert found["host"]["gpus"][0]["name"] == "NVIDIA H200"
 
 

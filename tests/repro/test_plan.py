@@ -45,9 +45,10 @@ def test_every_block_holds_every_case_once_and_neighbouring_blocks_mirror(names:
 def test_commands_follow_the_trainers_command_line() -> None:
     cell = plan_for(load_matrix("smoke"), cpus=2).cells[2]
     assert cell.id == "workers2_r1"
-    assert cell.arguments[:10] == (
+    assert cell.arguments[:11] == (
         *("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"),
         *("training.log_dir=runs/workers2_r1", "training.no_play=true", "training.smoke=true"),
+        "training.record_states=8",
         "algo.max_iterations=100",
     )
     assert "env.cpu_ids=[0,1]" in cell.arguments

@@ -37,7 +37,7 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Window sensitivity", "Cases", "Environment", "Limits"),
+        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Cases", "Environment", "Limits"),
         "Inputs and verification",
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
@@ -57,6 +57,14 @@ def test_no_section_is_empty_and_tables_line_up(out: Path) -> None:
     assert "\n\n\n" not in page and page.endswith("\n") and not page.endswith("\n\n")
     for block in re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE):
         assert len({len(line) for line in block.splitlines()}) == 1, block
+
+
+def test_a_page_says_where_a_tick_goes_and_what_bounds_it(out: Path) -> None:
+    found = sections((out / "report.md").read_text(encoding="utf-8"))
+    row = r"^\| slow \| +1\.\d\d \| +1\.4\d \(90\.0 %\) \| +0\.11 \(7\.0 %\) \| +0\.05 \(3\.0 %\) \|$"
+    assert re.search(row, found["Where a tick goes"], re.MULTILINE)
+    assert "in `slow` (costs the pool 0.11 ms; the pool is inside `Batch.step` for 90.0 % of a tick" in found["Result"]
+    assert "missing" not in found["Where a tick goes"]
 
 
 def test_every_input_is_listed_with_its_hash(out: Path) -> None:

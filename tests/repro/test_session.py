@@ -26,12 +26,14 @@ from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.journal import read_journal
 from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
-from repro.matrix import load_matrix
+from repro.manifest import read_manifest
+from repro.matrix import TRACE_OVERRIDE, load_matrix
 from repro.plan import make_plan
 from repro.result import Result, compute_result
 from repro.schema import canonical_json, read_model
 from repro.session import _signals_interrupt, create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
+from unilab.names import TRACE_FILE
 
 FAILING = ("crash", "cut_log", "nan", "clock_step", "no_run_end", "damaged", "duplicate_steps", "exit3")
 
@@ -68,6 +70,31 @@ def test_the_journal_tells_starts_and_ends_in_order(tmp_path: Path) -> None:
         "session_ended",
     ]
     assert {entry.exit_code for entry in entries if entry.event == "cell_ended"} == {0}
+
+
+def test_traces_are_planned_kept_listed_and_said(tmp_path: Path) -> None:
+    text = matrix_text({"slow": {"FAKE_RATE": "10000"}}, repeats=2, warmup=1)
+    code, out = run_session(tmp_path, text, "--trace", "--override", "algo.seed=3")
+    assert code == 0
+    evidence = read_evidence(out)
+    assert evidence.plan.matrix.overrides[-2:] == ("algo.seed=3", TRACE_OVERRIDE)
+    assert all(cell.arguments[-1] == TRACE_OVERRIDE for cell in evidence.plan.cells)
+    traces = {f"{cell.run}/{TRACE_FILE}" for cell in evidence.plan.cells}
+    assert traces == {name for name in evidence.inputs if name.endswith(TRACE_FILE)} and len(traces) == 3
+    assert traces < set(read_manifest(out)[0])
+    page = (out / "report.md").read_text(encoding="utf-8")
+    assert "- 3 runs wrote a timeline, `trace.json` beside its events, for ui.perfetto.dev; rates include what" in page
+    assert f"algo.seed=3 {TRACE_OVERRIDE}\n" in page
+    assert verify([out], lambda line: None)
+    (out / min(traces)).write_text("[]")
+    lines: list[str] = []
+    assert not verify([out], lines.append) and any(min(traces) in line for line in lines)
+
+
+def test_a_session_without_trace_says_nothing_of_it(tmp_path: Path) -> None:
+    out = finished_session(tmp_path)
+    assert "timeline" not in (out / "report.md").read_text(encoding="utf-8")
+    assert not list(out.rglob(TRACE_FILE))
 
 
 def test_nothing_published_names_this_machine(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unilab.environment import Environment
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
+from unilab.physics.spec import row_groups
 from unilab.replay import ReplayRing
 from unilab.sac.config import SacConfig, SacParams
 from unilab.sac.learner import SacLearner
@@ -63,8 +64,13 @@ class Rig:
     def tick(self) -> None:
         """One whole tick."""
         self.physics()
-        self.act.run()
+        self.turns()
         self.update.run()
+
+    def turns(self) -> None:
+        """The act phase of every group."""
+        for group in range(len(self.act.parts)):
+            self.act.run(group)
 
 
 def settings(**given: Any) -> SacConfig:
@@ -78,6 +84,7 @@ def build(
     device: torch.device = CPU,
     compiled: bool = False,
     amp: bool = False,
+    groups: int = 1,
     **given: Any,
 ) -> Rig:
     """A rig whose actor depends on what it sees; a fresh one would not."""
@@ -92,7 +99,8 @@ def build(
     learner = SacLearner(config, task.obs_dim, task.critic_dim, task.action_dim, device, amp, registry)
     nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
     replay = ReplayRing(ring * config.num_envs, WIDTHS, device, registry)
-    act = ActPhase(env, learner, replay, streams[1], registry, compiled)
+    rows = row_groups(config.num_envs, groups)
+    act = ActPhase(env, learner, replay, streams[1], registry, rows, compiled)
     update = UpdatePhase(env, learner, replay, config, task.action_dim, streams[2], registry)
     return Rig(env, learner, replay, act, update, registry)
 

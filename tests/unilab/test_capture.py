@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,11 +407,15 @@ def stream() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def captured(rig: Rig) -> tuple[Phase, Phase]:
-    act, update = phase_of(rig, "act"), phase_of(rig, "update")
-    act.capture(rig.registry)
-    update.capture(rig.registry)
-    return act, update
+def captured(rig: Rig) -> tuple[list[Phase], Phase]:
+    """The turn of every group, and the update."""
+    generators = rig.registry.generators()
+    draws = [generators["random/environment"], generators["random/exploration"]]
+    turns = [Phase(partial(rig.act.run, group), draws) for group in range(len(rig.act.parts))]
+    update = phase_of(rig, "update")
+    for phase in (*turns, update):
+        phase.capture(rig.registry)
+    return turns, update
 
 
 @dataclass(frozen=True)
@@ -418,7 +423,7 @@ class Real:
     """A compiled and captured rank of the documented size, and its state before and after capture."""
 
     rig: Rig
-    act: Phase
+    turns: list[Phase]
     update: Phase
     before: dict[str, Tensor]
     after: dict[str, Tensor]
@@ -427,28 +432,29 @@ class Real:
 @pytest.fixture(scope="module")
 def real(stream: None) -> Real:
     torch._dynamo.reset()
-    rig = begun(device=GPU, compiled=True, amp=True, ring=16, **REAL)
+    rig = begun(device=GPU, compiled=True, amp=True, ring=16, groups=2, **REAL)
     for _ in range(2):
         rig.physics()
-        rig.act.run()
+        rig.turns()
     before = rig.registry.snapshot()
-    act, update = captured(rig)
-    return Real(rig, act, update, before, rig.registry.snapshot())
+    turns, update = captured(rig)
+    return Real(rig, turns, update, before, rig.registry.snapshot())
 
 
 @pytest.fixture
 def tick(real: Real) -> Iterator[Callable[[int], None]]:
     """One tick as the runner makes it, without physics; its metrics are read in the next one."""
-    env = real.rig.env
-    channel = Channel.create(env.task.spec, env.num_envs)
+    env, parts = real.rig.env, real.rig.act.parts
+    channel = Channel.create(env.task.spec, env.num_envs, len(parts))
     for slot in channel.slots:
         slot[:] = env.task.idle_row.cpu().numpy()
-    link, metrics = DeviceExchange(channel, env), MetricReader(real.rig.update.metrics, real.rig.update.metric_names)
+    link, metrics = DeviceExchange(channel, parts), MetricReader(real.rig.update.metrics, real.rig.update.metric_names)
 
     def run(number: int) -> None:
-        link.upload(number % len(channel.slots))
-        real.act()
-        link.download()
+        for group, turn in enumerate(real.turns):
+            link.upload(number * len(parts) + group)
+            turn()
+            link.download(group)
         if number:
             metrics.read()
         metrics.begin()
@@ -463,13 +469,14 @@ def tick(real: Real) -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("amp", [True, False], ids=["bf16", "fp32"])
 def test_fifty_cycles_of_graphs_are_bit_equal_to_eager_ones(stream: None, amp: bool) -> None:
     eager, graph = begun(device=GPU, amp=amp), begun(device=GPU, amp=amp)
-    act, update = captured(graph)
+    turns, update = captured(graph)
     for cycle in range(50):
         for rig in (eager, graph):
             rig.physics()
         eager.act.run()
         eager.update.run()
-        act()
+        for turn in turns:
+            turn()
         update()
         metrics = {"eager": eager.update.metrics.tolist(), "graph": graph.update.metrics.tolist()}
         assert metrics["graph"] == metrics["eager"], cycle
@@ -491,8 +498,9 @@ def test_a_compiled_act_phase_equals_an_eager_one(real: Real) -> None:
     copy_state(eager, real.rig)
     for rig in (eager, real.rig):
         rig.physics()
-    eager.act.run()
-    real.act()
+    eager.turns()
+    for turn in real.turns:
+        turn()
     apart = distances(real.rig, eager, "env/")
     assert not {"env/done", "env/codes", "env/episode_steps", "env/episode_count", "env/valid"} & set(apart)
     assert max(apart.values(), default=0.0) < 1e-3, apart  # float32 rounding of values up to about 100
@@ -539,7 +547,7 @@ def test_device_memory_is_flat_over_a_thousand_replays(real: Real, tick: Callabl
 def test_a_tick_waits_for_one_event_and_synchronises_nothing(
     tick: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command's download is waited for; the last update's metrics are then there already."""
+    """Each group's download of its command is waited for; the last update's metrics are then there already."""
     waits: list[tuple[str, bool]] = []
     wait = exchange_module.wait_event
 
@@ -565,7 +573,7 @@ def test_a_tick_waits_for_one_event_and_synchronises_nothing(
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [waiting_for for waiting_for, _ in waits] == [
-        "the act phase and its command",
+        *["the act phase and its command"] * 2,
         "the update phase and its metrics",
     ] * 10
     assert all(done for waiting_for, done in waits if "metrics" in waiting_for)

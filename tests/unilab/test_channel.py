@@ -15,7 +15,7 @@ from unilab.channel import ALIGNMENT, HEADER, SENTINEL, SLOTS, Channel, PeerGone
 from unilab.physics.spec import PhysicsSpec
 
 SPEC = PhysicsSpec("none.xml", 0.01, 2, "exact", 2, 1, 2, (("gyro", 3),), (("kp", 2),))
-TIMES = (11, 22, 33, 44)
+TIMES = (11, 22, 33, 44, 55, 66)
 
 
 class OncePipe(Pipe):
@@ -74,11 +74,22 @@ def test_parts_follow_each_other_on_whole_pages(num_envs: int, starts: list[int]
 
 
 def test_shapes_and_types(channel: Channel) -> None:
-    assert channel.headers.shape == (SLOTS, len(HEADER)) == (2, 6)
+    assert channel.headers.shape == (SLOTS, len(HEADER)) == (2, 8)
     assert [slot.shape for slot in channel.slots] == [(3, 7), (3, 7)]
     assert (channel.ctrl.shape, channel.codes.shape, channel.reset_rows.shape) == ((3, 2), (3,), (3, 5))
     parts = (channel.headers, *channel.slots, channel.ctrl, channel.codes, channel.reset_rows)
     assert [str(part.dtype) for part in parts] == ["int64", *["float32"] * 3, "int32", "float32"]
+
+
+def test_groups_share_the_command_and_have_their_own_slots() -> None:
+    block = Channel.create(SPEC, 40, 2)
+    assert block.groups == [slice(0, 32), slice(32, 40)]
+    assert [block.rows(turn) for turn in range(3)] == [slice(0, 32), slice(32, 40), slice(0, 32)]
+    assert [block.slot(turn).shape for turn in range(3)] == [(32, 7), (8, 7), (32, 7)]
+    assert [np.shares_memory(block.slot(turn), block.slots[1]) for turn in range(4)] == [False, True, False, True]
+    assert block.ctrl.shape == (40, 2)
+    assert channel_bytes(SPEC, 40, 2) < channel_bytes(SPEC, 2000, 2) < channel_bytes(SPEC, 2000, 1)
+    os.close(block.fd)
 
 
 def test_slots_start_as_nan_and_the_rest_as_zero(channel: Channel) -> None:
@@ -93,7 +104,7 @@ def test_the_other_side_attaches_through_the_descriptor(channel: Channel) -> Non
     other.publish(5, TIMES)
     seen = (*channel.slots, channel.ctrl, channel.codes, channel.reset_rows)
     assert [np.unique(part).tolist() for part in seen] == [[1], [2], [3], [4], [5]]
-    assert channel.check(5)["packed_ns"] == 44
+    assert channel.check(5)["packed_ns"] == 66
 
 
 def test_a_block_without_memfd_has_no_name_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +124,8 @@ def test_a_published_slot_shows_its_header(channel: Channel) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (0, 0, 0, 0, 0, 0),  # never published
-        (SENTINEL, 2, *TIMES),  # stale: the tick before last in the same slot
+        (0, 0, 0, 0, 0, 0, 0, 0),  # never published
+        (SENTINEL, 2, *TIMES),  # stale: the turn before last in the same slot
         (0, 4, *TIMES),  # torn: the sentinel is missing
         (SENTINEL + 1, 4, *TIMES),  # foreign memory
         (SENTINEL, 6, *TIMES),  # ahead
@@ -122,7 +133,7 @@ def test_a_published_slot_shows_its_header(channel: Channel) -> None:
 )
 def test_a_slot_that_is_not_this_ticks_is_refused(channel: Channel, header: tuple[int, ...]) -> None:
     channel.headers[0] = header
-    with pytest.raises(RuntimeError, match=r"^ingress slot 0 should hold tick 4, its header says \{'sentinel'"):
+    with pytest.raises(RuntimeError, match=r"^ingress slot 0 should hold turn 4, its header says \{'sentinel'"):
         channel.check(4)
 
 
@@ -131,13 +142,13 @@ def test_release_empties_one_slot_only(channel: Channel) -> None:
     channel.publish(9, TIMES)
     channel.release(8)
     assert not channel.headers[0].any()
-    assert channel.check(9)["tick"] == 9
-    with pytest.raises(RuntimeError, match="tick 8"):
+    assert channel.check(9)["turn"] == 9
+    with pytest.raises(RuntimeError, match="turn 8"):
         channel.check(8)
 
 
 def test_tick_zero_of_a_fresh_block_is_not_taken_for_published(channel: Channel) -> None:
-    with pytest.raises(RuntimeError, match="tick 0"):
+    with pytest.raises(RuntimeError, match="turn 0"):
         channel.check(0)
 
 

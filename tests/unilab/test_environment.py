@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unilab.environment import EPISODE_WINDOW, Environment
+from unilab.environment import EPISODE_WINDOW, TRACKING_ERRORS, Environment
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
@@ -50,6 +50,7 @@ def tick(env: Environment, action: Tensor | None = None, falling: list[int] | No
         fall(env, falling)
     env.draw()
     env.complete()
+    env.summarize()
     env.restart(env.finished)
     env.control(torch.zeros_like(env.actions) if action is None else action)
 
@@ -113,6 +114,7 @@ def test_reward_is_per_control_step_and_uses_the_advanced_phase(env: Environment
     stand_still(env)
     env.draw()
     env.complete()
+    env.summarize()
     height = env.task.swing_height(torch.tensor([1.0, 1.0 + math.pi]) + 2 * math.pi * 1.5 * 0.02)
     feet = 5 * math.exp(-float(height.square().sum()) / 0.04)
     rate = 0.0625 * -4 * 29 * 0.25**2
@@ -142,6 +144,7 @@ def test_the_finished_transitions_action_survives_the_restart(env: Environment) 
     fall(env, [3])
     env.draw()
     env.complete()
+    env.summarize()
     env.restart(env.finished)
     assert (env.actions == 0.25).all()
 
@@ -193,6 +196,7 @@ def test_invalid_rows_are_reset_and_not_counted(env: Environment, damage: str) -
         env.fields[2, column] = {"nan": math.nan, "inf": -math.inf, "warning": 1.0}[damage]
     env.draw()
     env.complete()
+    env.summarize()
     assert env.valid.tolist() == [row != 2 for row in range(8)]
     assert env.finished.nonzero().flatten().tolist() == [2]
     assert not (env.done.any() or env.terminated.any() or env.truncated.any() or env.timeout.any())
@@ -216,6 +220,7 @@ def test_every_row_invalid_leaves_finite_metrics(env: Environment) -> None:
     env.fields.fill_(math.nan)
     env.draw()
     env.complete()
+    env.summarize()
     assert not env.valid.any()
     assert env.metrics()["Train/invalid_rows"].item() == 8
     assert all(value.isfinite() for value in env.metrics().values())
@@ -229,7 +234,7 @@ def test_metrics_are_tagged_scalars(env: Environment) -> None:
     metrics = env.metrics()
     rewards = [f"reward/{name}" for name in env.task.reward_names]
     train = ["mean_reward", "mean_episode_length", "penalty_scale", "invalid_rows"]
-    assert set(metrics) == {*rewards, *(f"Train/{name}" for name in train), "Episode/timeout_rate"}
+    assert set(metrics) == {*rewards, *(f"Train/{name}" for name in train), "Episode/timeout_rate", *TRACKING_ERRORS}
     assert all(value.shape == () and value.dtype == torch.float32 for value in metrics.values())
     assert metrics["Train/mean_reward"].item() == 0
 
@@ -239,8 +244,20 @@ def test_reward_terms_are_means_before_the_time_step(env: Environment) -> None:
     env.fields[0, env.task.spec.columns["torso_gyro"].start] = 2.0
     env.draw()
     env.complete()
+    env.summarize()
     assert env.metrics()["reward/penalty_ang_vel_xy"].item() == pytest.approx(-0.0625 * 4 / 8)
     assert env.metrics()["reward/alive"].item() == pytest.approx(10)
+
+
+def test_tracking_errors_are_means_over_valid_rows(env: Environment) -> None:
+    env.command.copy_(torch.tensor([0.3, 0.4, -0.2]).expand(8, -1))
+    env.command[5] = 100.0
+    stand_still(env)
+    env.fields[5, 20] = math.nan
+    env.draw()
+    env.complete()
+    env.summarize()
+    assert [env.metrics()[tag].item() for tag in TRACKING_ERRORS] == pytest.approx([0.5, 0.2])
 
 
 def test_returns_add_up_until_the_episode_ends(env: Environment) -> None:
@@ -259,7 +276,8 @@ def record(env: Environment, lengths: list[int]) -> None:
     done = torch.arange(env.num_envs) < len(lengths)
     env.episodes.steps[: len(lengths)] = torch.tensor(lengths)
     env.episodes.returns.copy_(env.episodes.steps)
-    env.episodes.record(torch.zeros(env.num_envs), done, done)
+    env.episodes.pay(torch.zeros(env.num_envs))
+    env.episodes.record(done, done)
 
 
 def test_ring_keeps_the_last_hundred_over_several_ticks() -> None:
@@ -357,6 +375,7 @@ def roll(env: Environment, ticks: int, seed: int) -> None:
         fall(env, [number % env.num_envs])
         env.draw()
         env.complete()
+        env.summarize()
         env.restart(env.finished)
 
 
@@ -433,6 +452,7 @@ def test_no_phase_reads_on_the_host() -> None:
     with NoHostReads():
         env.draw()
         env.complete()
+        env.summarize()
         env.restart(env.finished)
         env.control(action)
         env.metrics()
@@ -456,6 +476,7 @@ def test_a_captured_tick_equals_an_eager_one() -> None:
 
         def whole(env: Environment = env, action: Tensor = action) -> None:
             env.complete()
+            env.summarize()
             env.restart(env.finished)
             env.control(action)
 

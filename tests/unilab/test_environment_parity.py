@@ -167,6 +167,7 @@ class Comparison:
             robot.act(action[index].double().numpy(), env.ctrl[index].double().numpy())
         env.draw()
         env.complete()
+        env.summarize()
         self.compare()
         env.restart(env.finished)
         for robot, code in zip(self.robots, env.codes.tolist(), strict=True):

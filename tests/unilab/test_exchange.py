@@ -45,7 +45,7 @@ def environment() -> Any:
 
 @pytest.fixture
 def link(channel: Channel, environment: Any) -> DeviceExchange:
-    return DeviceExchange(channel, environment)
+    return DeviceExchange(channel, [environment])
 
 
 def test_upload_takes_the_slot_asked_for(channel: Channel, environment: Any, link: DeviceExchange) -> None:
@@ -71,14 +71,14 @@ def test_an_unwritten_slot_uploads_as_nan(environment: Any, link: DeviceExchange
 
 
 def test_download_writes_the_command(channel: Channel, environment: Any, link: DeviceExchange) -> None:
-    link.download()
+    link.download(0)
     assert channel.ctrl.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert channel.codes.tolist() == [0, 1, 2]
     assert channel.reset_rows.tolist() == (np.arange(15).reshape(N, 5) / 4).tolist()
     environment.ctrl.zero_()
     environment.codes.fill_(1)
     assert channel.ctrl[2, 1] == 5  # the command in flight stays until the next download
-    link.download()
+    link.download(0)
     assert channel.ctrl.max() == 0
     assert channel.codes.tolist() == [1, 1, 1]
 
@@ -86,7 +86,7 @@ def test_download_writes_the_command(channel: Channel, environment: Any, link: D
 def test_download_leaves_the_slots_alone(channel: Channel, link: DeviceExchange) -> None:
     channel.slots[0].fill(3)
     channel.slots[1].fill(4)
-    link.download()
+    link.download(0)
     assert [float(slot.min()) for slot in channel.slots] == [3, 4]
     assert [float(slot.max()) for slot in channel.slots] == [3, 4]
 

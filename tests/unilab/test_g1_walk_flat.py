@@ -129,6 +129,26 @@ def test_tracking_rewards(task: G1WalkFlat) -> None:
     assert found["tracking_ang_vel"] == pytest.approx(1.5 * math.exp(-0.25 / 0.25))
 
 
+def test_tracking_errors_are_distances_from_the_command(task: G1WalkFlat) -> None:
+    physics = {name: value.repeat(3, 1) for name, value in still(task).items()}
+    physics["pelvis_local_linvel"][:] = torch.tensor([[0.7, -0.1, 9.0], [0.4, 0.3, -9.0], [-0.6, 0.0, 0.0]])
+    physics["torso_gyro"][:] = torch.tensor([[5.0, 5.0, -0.1], [0.0, 0.0, 0.4], [0.0, 0.0, 0.9]])
+    found = task.tracking_errors(physics, torch.tensor([[0.4, 0.3, 0.4]] * 3))
+    assert list(found) == ["tracking_error_lin", "tracking_error_ang"]
+    assert found["tracking_error_lin"].tolist() == pytest.approx([0.5, 0.0, math.sqrt(1.0 + 0.09)])  # 3-4-5 triangle
+    assert found["tracking_error_ang"].tolist() == pytest.approx([0.5, 0.0, 0.5])
+
+
+def test_tracking_errors_are_those_that_the_rewards_pay_for(task: G1WalkFlat) -> None:
+    physics, command = still(task), (0.4, 0.3, 0.4)
+    physics["pelvis_local_linvel"][0] = torch.tensor([0.7, -0.1, 9.0])
+    physics["torso_gyro"][0, 2] = -0.1
+    rewards = terms(task, physics, command=command)
+    errors = {name: float(value) for name, value in task.tracking_errors(physics, torch.tensor([command])).items()}
+    assert rewards["tracking_lin_vel"] == pytest.approx(2 * math.exp(-(errors["tracking_error_lin"] ** 2) / 0.25))
+    assert rewards["tracking_ang_vel"] == pytest.approx(1.5 * math.exp(-(errors["tracking_error_ang"] ** 2) / 0.25))
+
+
 def test_penalties_carry_the_common_factor(task: G1WalkFlat) -> None:
     physics = still(task)
     physics["torso_gyro"][0, :2] = torch.tensor([0.3, -0.4])

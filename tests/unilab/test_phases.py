@@ -229,6 +229,24 @@ def test_the_seed_decides_everything() -> None:
     assert drawn <= set(differences(states[0], states[2]))
 
 
+def test_the_number_of_groups_changes_nothing() -> None:
+    """Rows of one tick are worked on in one piece or in two of unequal size, with falls and broken rows in both."""
+    states = []
+    for groups in (1, 2):
+        rig = build(num_envs=40, groups=groups, batch_size=32)
+        assert [part.num_envs for part in rig.act.parts] == ([40] if groups == 1 else [32, 8])
+        rig.act.begin()
+        rig.env.episodes.steps.copy_(1000 - 5 * torch.arange(40))  # time limits in every other tick
+        for number in range(12):
+            rig.answer([number, 33, 38], [2 * number, 39 - number])
+            rig.turns()
+            rig.update.run()
+        states.append(rig.registry.snapshot() | {"rows": rig.replay.rows[:-1].clone()})
+    assert states[0]["env/episode_count"] > 20
+    assert states[0]["env/invalid_rows"] == 24
+    assert differences(*states) == []
+
+
 def test_every_tick_draws_anew() -> None:
     rig = begun()
     seen: dict[str, list[Tensor]] = {"act/noise": [], "update/noise": [], "update/indices": [], "env/uniforms": []}
@@ -481,7 +499,7 @@ def test_the_next_action_comes_from_the_new_observation_and_the_current_weights(
 def test_acting_records_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = build()
     actions = []
-    monkeypatch.setattr(rig.env, "control", actions.append)
+    monkeypatch.setattr(rig.act.parts[0], "control", actions.append)
     rig.act.begin()
     rig.answer([1], [2])
     rig.act.run()

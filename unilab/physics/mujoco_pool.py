@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +31,9 @@ from mujoco import batch as mujoco_batch
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.intp]
+Values: TypeAlias = npt.NDArray[np.float64]
+
+ENGINE = Path(mujoco.__file__).parent  # headers and library of the engine
 
 # Warnings that mean the state of a simulation cannot be trusted; MuJoCo resets a simulation on these.
 BAD_PHYSICS = tuple(getattr(mujoco.mjtWarning, f"mjWARN_BAD{what}") for what in ("QPOS", "QVEL", "QACC"))
@@ -41,18 +45,24 @@ _FAST_FLAGS = _EXACT_FLAGS | int(mujoco.mjtDisableBit.mjDSBL_WARMSTART)
 _DISABLED = {"reference": 0, "exact": _EXACT_FLAGS, "fast": _FAST_FLAGS}
 
 
-def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats) -> None:
+def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats | Values) -> None:
     batch.expand("actuator_gainprm")[ids, :, 0] = kp
     batch.expand("actuator_biasprm")[ids, :, 1] = -kp
 
 
-def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats) -> None:
+def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats | Values) -> None:
     batch.expand("actuator_biasprm")[ids, :, 2] = -kd
 
 
+# What the writers wrote into some simulations.
+_READERS: dict[str, Callable[[mujoco_batch.Batch, slice], Values]] = {
+    "kp": lambda batch, rows: batch.expand("actuator_gainprm")[rows, :, 0],
+    "kd": lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2],
+}
+
 # Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
 # gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
-MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats], None]]] = {
+MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
     "kp": ("nu", _write_kp),
     "kd": ("nu", _write_kd),
 }
@@ -99,8 +109,10 @@ class MujocoPool:
         self._sensors = np.empty((num_envs, self._sensor_index.size))
         self._columns, self._reset_columns = spec.columns, spec.reset_columns
         self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
+        self._ids = np.arange(num_envs)
+        self.inputs()  # makes the model fields per simulation now: later that would wait for a step in flight
 
-    def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats) -> None:
+    def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats, rows: slice = slice(None)) -> None:
         """Take over one command; nothing is computed until the next `step`.
 
         A reset leaves what mj_resetData leaves (time, warm start and applied forces zero), then the row's qpos, qvel
@@ -111,49 +123,54 @@ class MujocoPool:
             ctrl: servo targets in radians, (N, nu).
             codes: KEEP, RESET or SET_VELOCITY, (N,).
             reset_rows: (N, spec.reset_width); only rows with a code other than KEEP are read.
+            rows: simulations to take it over for; the others may be stepping meanwhile.
 
         Raises:
             ValueError: if a code is unknown.
         """
+        ids, codes, reset_rows = self._ids[rows], codes[rows], reset_rows[rows]
         if ((codes < KEEP) | (codes > SET_VELOCITY)).any():
             raise ValueError(f"row codes are {KEEP}, {RESET} and {SET_VELOCITY}, found {np.unique(codes).tolist()}")
         resets = np.flatnonzero(codes == RESET)
         if resets.size:
-            self._reset(resets, reset_rows[resets])
+            self._reset(ids[resets], reset_rows[resets])
         pushes = np.flatnonzero(codes == SET_VELOCITY)
         if pushes.size:
-            self._qvel[pushes] = reset_rows[pushes, self._reset_columns["qvel"]]
-        self._ctrl[:] = ctrl
+            self._qvel[ids[pushes]] = reset_rows[pushes, self._reset_columns["qvel"]]
+        self._ctrl[rows] = ctrl[rows]
 
-    def step(self) -> None:
-        """Run one control step: `spec.decimation` physics steps with the controls held.
+    def step(self, rows: slice = slice(None)) -> None:
+        """Run one control step of `rows`: `spec.decimation` physics steps with the controls held.
 
-        A simulation in which the engine raises keeps its state; its row says so in `warnings`.
+        While it runs, another thread may `apply` and `pack` other rows, and nothing else. A simulation in which the
+        engine raises keeps its state; its row says so in `warnings`.
         """
         try:
-            self._batch.step(nstep=self._spec.decimation)
+            self._batch.step(self._ids[rows], nstep=self._spec.decimation)
         except mujoco_batch.SimulationError as error:
             self._failed[error.ids] = True
             self.failure = str(error)
 
-    def pack(self, out: Floats) -> None:
-        """Write the ingress rows of all simulations.
+    def pack(self, out: Floats, rows: slice = slice(None)) -> None:
+        """Write the ingress rows of some simulations.
 
         Sensors are one physics step behind qpos and qvel, as mj_step leaves them. `warnings` counts the bad-physics
         warnings since the last `pack`, plus one if the engine raised.
 
         Args:
-            out: (N, spec.width), overwritten.
+            out: (rows, spec.width), overwritten.
+            rows: the simulations.
         """
+        sensors = self._sensors[rows]
         with np.errstate(over="ignore", invalid="ignore"):  # a state that blew up may become infinite
-            out[:, self._columns["qpos"]] = self._qpos
-            out[:, self._columns["qvel"]] = self._qvel
-            np.take(self._sensordata, self._sensor_index, axis=1, out=self._sensors, mode="clip")
-            out[:, self._sensor_columns] = self._sensors
-        out[:, -1] = sum(self._counters, start=self._failed)
+            out[:, self._columns["qpos"]] = self._qpos[rows]
+            out[:, self._columns["qvel"]] = self._qvel[rows]
+            np.take(self._sensordata[rows], self._sensor_index, axis=1, out=sensors, mode="clip")
+            out[:, self._sensor_columns] = sensors
+        out[:, -1] = sum((counter[rows] for counter in self._counters), start=self._failed[rows])
         # Cleared, not subtracted: the reset on a bad state sets the engine's counter back to one.
-        self._batch.warning[:] = 0
-        self._failed[:] = False
+        self._batch.warning[rows] = 0
+        self._failed[rows] = False
 
     def _reset(self, ids: Ids, rows: Floats) -> None:
         columns = self._reset_columns
@@ -162,6 +179,44 @@ class MujocoPool:
         self._qvel[ids] = rows[:, columns["qvel"]]
         for name, _ in self._spec.model_fields:
             MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
+
+    @property
+    def spec(self) -> PhysicsSpec:
+        """The robot, the timing and the columns."""
+        return self._spec
+
+    @property
+    def num_envs(self) -> int:
+        """Simulations, N."""
+        return len(self._failed)
+
+    def inputs(self, rows: slice = slice(None)) -> dict[str, Values]:
+        """All that decides what the next `step` does and costs; views where they can be, so copy before stepping.
+
+        Args:
+            rows: simulations, n of them.
+
+        Returns:
+            `state`: time, qpos, qvel, warm start, controls and applied forces as MuJoCo's integration state (n, S);
+            and every declared model field by name (n, width).
+        """
+        fields = {name: _READERS[name](self._batch, rows) for name, _ in self._spec.model_fields}
+        return {"state": self._batch.state[rows], **fields}
+
+    def snapshot(self, rows: slice = slice(None)) -> dict[str, Values]:
+        """A copy of `inputs`."""
+        return {name: values.copy() for name, values in self.inputs(rows).items()}
+
+    def restore(self, snapshot: Mapping[str, Values], rows: slice = slice(None)) -> None:
+        """Put simulations back to a snapshot of all, so that `step` does again what it did after it.
+
+        Args:
+            snapshot: arrays as in `inputs`, (N, …).
+            rows: the simulations; the others may be stepping meanwhile.
+        """
+        self._batch.state[rows] = snapshot["state"][rows]
+        for name, _ in self._spec.model_fields:
+            MODEL_FIELDS[name][1](self._batch, self._ids[rows], snapshot[name][rows])
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
@@ -184,6 +239,15 @@ def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
         model.opt.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
     model.opt.disableflags |= _DISABLED[spec.profile]
     return model
+
+
+def save_model(spec: PhysicsSpec, path: Path) -> None:
+    """Write the compiled scene as the engine's own binary file.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    mujoco.mj_saveModel(load_model(spec), str(path), None)
 
 
 def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:

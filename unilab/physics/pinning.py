@@ -1,8 +1,9 @@
-"""Which CPU a thread may run on (Linux): the masks of the physics workers."""
+"""Which CPU a thread may run on (Linux): the masks of the physics workers; and what CPU that is."""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import threading
 from collections.abc import Collection, Sequence
@@ -17,6 +18,16 @@ def allowed_cpus() -> list[int]:
     if LINUX:
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def cpu_model() -> str:
+    """Name of the CPU, as the kernel gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def thread_ids() -> set[int]:

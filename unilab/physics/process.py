@@ -1,4 +1,4 @@
-"""The learner's end of a collector: starts it, waits for its ticks, ends it."""
+"""The learner's end of a collector: starts it, waits for its turns, ends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unilab.channel import ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
 from unilab.physics.spec import PhysicsSpec
 
 START_TIMEOUT = 120.0
-TICK_TIMEOUT = 120.0
+TURN_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
 
 
@@ -29,6 +29,8 @@ class CollectorProcess:
         spec: the robot and the row layout.
         num_envs: simulations.
         cpu_ids: CPUs of the physics workers, worker i on the i-th; None leaves placement to the system.
+        groups: groups of environments that take turns, see `unilab.physics.spec.row_groups`.
+        record_states: snapshots of physics inputs that the child has room for.
 
     Attributes:
         channel: the shared block.
@@ -38,11 +40,24 @@ class CollectorProcess:
         CollectorFailed: if the child does not come up.
     """
 
-    def __init__(self, spec: PhysicsSpec, num_envs: int, cpu_ids: Sequence[int] | None) -> None:
-        self.channel = Channel.create(spec, num_envs)
+    def __init__(
+        self,
+        spec: PhysicsSpec,
+        num_envs: int,
+        cpu_ids: Sequence[int] | None,
+        groups: int = 1,
+        record_states: int = 0,
+    ) -> None:
+        self.channel = Channel.create(spec, num_envs, groups)
         self._process, pipe = _start(self.channel.fd)
         self._pipe: Pipe | None = pipe
-        setup = {"spec": spec.to_json(), "num_envs": num_envs, "cpu_ids": None if cpu_ids is None else list(cpu_ids)}
+        setup = {
+            "spec": spec.to_json(),
+            "num_envs": num_envs,
+            "cpu_ids": None if cpu_ids is None else list(cpu_ids),
+            "groups": groups,
+            "record_states": record_states,
+        }
         try:
             self._send(SETUP, setup)
             ready = self._receive(START_TIMEOUT, READY, "its readiness")
@@ -57,29 +72,45 @@ class CollectorProcess:
         """Process id of the child."""
         return self._process.pid
 
-    def command(self, tick: int) -> None:
-        """Let the collector run `tick` with what the command block holds.
+    def command(self, turn: int, recording: tuple[int, int] | None = None) -> None:
+        """Let the collector run `turn` with what its rows of the command block hold.
+
+        Args:
+            turn: the group's next turn.
+            recording: keep what the turn's physics starts from as this snapshot, of this iteration.
 
         Raises:
             CollectorFailed: if it is gone.
         """
-        self._send(tick)
+        self._send(turn, recording)
 
-    def wait(self, tick: int, timeout: float = TICK_TIMEOUT) -> dict[str, int]:
-        """Wait until `tick` is published and return its slot header.
+    def retire(self, states: Path | None = None) -> None:
+        """Say, in place of the next group's command, that it gets none any more.
+
+        Args:
+            states: file for the snapshots taken, written when the last group is retired.
+
+        Raises:
+            CollectorFailed: if it is gone.
+        """
+        self._send(STOP, None if states is None else str(states.absolute()))
+
+    def wait(self, turn: int, timeout: float = TURN_TIMEOUT) -> dict[str, int]:
+        """Wait until `turn` is published and return its slot header.
 
         Raises:
             CollectorFailed: if the collector raised, died, or did not answer within `timeout` seconds.
         """
-        self._receive(timeout, tick, f"tick {tick}")
-        return self.channel.check(tick)
+        self._receive(timeout, turn, f"turn {turn}")
+        return self.channel.check(turn)
 
     def close(self) -> None:
         """End the child: ask, then wait, then kill. Safe to call twice."""
         if self._pipe is None:
             return
         try:
-            self._pipe.send(STOP)
+            for _ in self.channel.groups:
+                self._pipe.send(STOP)
             self._process.wait(STOP_TIMEOUT)
         except (PeerGone, subprocess.TimeoutExpired):
             pass  # gone already, or killed below

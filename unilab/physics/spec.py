@@ -13,6 +13,9 @@ PROFILES = ("reference", "exact", "fast")
 # Row codes of the command block.
 KEEP, RESET, SET_VELOCITY = 0, 1, 2
 
+GROUP_COUNTS = (1, 2)
+_GROUP_ALIGNMENT = 16  # rows; a later group's rows then start where vector loads of every buffer are aligned
+
 
 @dataclass(frozen=True)
 class PhysicsSpec:
@@ -69,6 +72,24 @@ class PhysicsSpec:
         """The inverse of `to_json`."""
         pairs = {key: tuple((name, width) for name, width in values[key]) for key in ("sensors", "model_fields")}
         return cls(**{**values, **pairs})
+
+
+def row_groups(num_envs: int, groups: int) -> list[slice]:
+    """Rows of each group of environments, in order; one group where there are too few rows for two.
+
+    Args:
+        num_envs: all rows.
+        groups: one of `GROUP_COUNTS`.
+
+    Raises:
+        ValueError: if `groups` is another number.
+    """
+    if groups not in GROUP_COUNTS:
+        raise ValueError(f"env.physics_groups={groups}; use 1 or 2")
+    middle = -(-num_envs // (groups * _GROUP_ALIGNMENT)) * _GROUP_ALIGNMENT
+    if middle >= num_envs:
+        return [slice(0, num_envs)]
+    return [slice(0, middle), slice(middle, num_envs)]
 
 
 def _slices(widths: tuple[tuple[str, int], ...]) -> dict[str, slice]:

@@ -208,6 +208,24 @@ class G1WalkFlat:
         weights = torch.where(self._weights < 0, self._weights * penalty_scale, self._weights)
         return torch.stack(terms, dim=1) * weights
 
+    @staticmethod
+    def tracking_errors(physics: Mapping[str, Tensor], command: Tensor) -> dict[str, Tensor]:
+        """How far each robot is from its command, from the fields that the tracking rewards read.
+
+        Args:
+            physics: named fields after the step.
+            command: (N, 3) forward and sideways velocity in m/s, yaw rate in rad/s.
+
+        Returns:
+            `tracking_error_lin`: (N,) norm of commanded minus actual planar velocity, m/s; `tracking_error_ang`: (N,)
+            the yaw rate's absolute difference, rad/s.
+        """
+        planar = command[:, :2] - physics["pelvis_local_linvel"][:, :2]
+        return {
+            "tracking_error_lin": planar.square().sum(1).sqrt(),
+            "tracking_error_ang": (command[:, 2] - physics["torso_gyro"][:, 2]).abs(),
+        }
+
     def _feet_phase(self, physics: Mapping[str, Tensor], phase: Tensor) -> Tensor:
         height = torch.stack((physics["left_foot_pos"][:, 2], physics["right_foot_pos"][:, 2]), dim=1)
         error = (height - self.swing_height(phase)).square().sum(1)

@@ -57,31 +57,32 @@ def collector() -> Iterator[CollectorProcess]:
     child.close()
 
 
-def standing_rows(model: mujoco.MjModel) -> ARRAY:
-    rows = np.zeros((ENVS, G1.reset_width), np.float32)
+def standing_rows(model: mujoco.MjModel, envs: int = ENVS) -> ARRAY:
+    rows = np.zeros((envs, G1.reset_width), np.float32)
     rows[:, :36] = model.key_qpos[0]
     rows[:, 71:100] = model.actuator_gainprm[:, 0]
     rows[:, 100:] = -model.actuator_biasprm[:, 2]
     return rows
 
 
-def commands(model: mujoco.MjModel, count: int) -> list[Command]:
+def commands(model: mujoco.MjModel, count: int, envs: int = ENVS) -> list[Command]:
     """All rows reset first, then random targets with some rows reset and some pushed."""
     rng = np.random.default_rng(3)
     made: list[Command] = []
     for number in range(count):
-        codes = rng.choice([KEEP, RESET, SET_VELOCITY], ENVS, p=[0.5, 0.25, 0.25]).astype(np.int32)
-        codes = np.full(ENVS, RESET, np.int32) if number == 0 else codes
-        rows = standing_rows(model)
-        rows[:, 36:42] = rng.uniform(-0.5, 0.5, (ENVS, 6))
+        codes = rng.choice([KEEP, RESET, SET_VELOCITY], envs, p=[0.5, 0.25, 0.25]).astype(np.int32)
+        codes = np.full(envs, RESET, np.int32) if number == 0 else codes
+        rows = standing_rows(model, envs)
+        rows[:, 36:42] = rng.uniform(-0.5, 0.5, (envs, 6))
         rows[codes == KEEP] = np.nan
-        made.append(((model.key_ctrl[0] + rng.normal(0, 0.3, (ENVS, 29))).astype(np.float32), codes, rows))
+        made.append(((model.key_ctrl[0] + rng.normal(0, 0.3, (envs, 29))).astype(np.float32), codes, rows))
     return made
 
 
-def put(child: CollectorProcess, command: Command) -> None:
+def put(child: CollectorProcess, command: Command, rows: slice = slice(None)) -> None:
     channel = child.channel
-    channel.ctrl[...], channel.codes[...], channel.reset_rows[...] = command
+    for target, source in zip((channel.ctrl, channel.codes, channel.reset_rows), command, strict=True):
+        target[rows] = source[rows]
 
 
 def stand(child: CollectorProcess, model: mujoco.MjModel) -> None:
@@ -123,11 +124,59 @@ def test_rows_are_those_of_a_pool_in_this_process(collector: CollectorProcess, m
         pool.step()
         pool.pack(expected)
         np.testing.assert_array_equal(collector.channel.slots[tick % 2], expected)
-        times = [header[name] for name in ("received_ns", "applied_ns", "stepped_ns", "packed_ns")]
+        times = [
+            header[name] for name in ("received_ns", "applied_ns", "began_ns", "stepped_ns", "packing_ns", "packed_ns")
+        ]
         assert times == sorted(times)
         assert 0 < time.monotonic_ns() - times[-1] < 30e9
         collector.channel.release(tick)
     assert np.isfinite(expected).all()
+
+
+def test_groups_take_turns_and_the_pool_does_not_wait_for_the_learner(model: mujoco.MjModel) -> None:
+    """One group's step begins before the other is packed, and the rows are those of a pool without groups."""
+    count, script = 24, commands(model, 10, 24)
+    pool, expected = MujocoPool(G1, count), np.empty((count, G1.width), np.float32)
+    child = CollectorProcess(G1, count, None, groups=2)
+    rows, overlapped, packed = [slice(0, 16), slice(16, 24)], 0, 0
+    assert child.channel.groups == rows
+    for turn in range(2):
+        put(child, script[0], rows[turn])
+        child.command(turn)
+    for tick, command in enumerate(script):
+        pool.apply(*command)
+        pool.step()
+        pool.pack(expected)
+        for turn in (2 * tick, 2 * tick + 1):
+            header = child.wait(turn, 30)
+            np.testing.assert_array_equal(child.channel.slot(turn), expected[rows[turn % 2]])
+            times = [
+                header[name]
+                for name in ("received_ns", "applied_ns", "began_ns", "stepped_ns", "packing_ns", "packed_ns")
+            ]
+            assert times == sorted(times)
+            overlapped += header["began_ns"] < packed
+            packed = header["packed_ns"]
+            child.channel.release(turn)
+            if tick + 1 < len(script):
+                put(child, script[tick + 1], rows[turn % 2])
+                child.command(turn + 2)
+            else:
+                child.retire()  # what is in flight of the other group still arrives
+    child.close()
+    assert child._process.returncode == 0
+    assert overlapped >= 5
+
+
+@pytest.mark.parametrize("commanded", [0, 1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_stop_is_orderly_whatever_is_in_flight(model: mujoco.MjModel, groups: int, commanded: int) -> None:
+    child = CollectorProcess(G1, 24, None, groups)
+    put(child, commands(model, 1, 24)[0], slice(None))
+    for turn in range(min(commanded, groups)):
+        child.command(turn)
+    child.close()
+    assert child._process.returncode == 0
 
 
 def test_the_child_has_no_torch_and_its_workers_are_reported(collector: CollectorProcess) -> None:
@@ -155,12 +204,25 @@ def test_a_cpu_list_confines_the_child_and_not_the_learner() -> None:
     assert os.sched_getaffinity(0) == mask
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_the_carrier_may_use_every_cpu_of_the_list(model: mujoco.MjModel) -> None:
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    child = CollectorProcess(G1, ENVS, cpus)
+    stand(child, model)
+    run_tick(child, 0)
+    masks = [frozenset(os.sched_getaffinity(t.id)) for t in psutil.Process(child.pid).threads()]
+    child.close()
+    assert set().union(*masks) == set(cpus)
+    assert {frozenset({cpu}) for cpu in cpus} <= set(masks)
+    assert frozenset(cpus) in masks
+
+
 def test_two_slots_may_be_in_flight_a_third_tick_may_not(collector: CollectorProcess, model: mujoco.MjModel) -> None:
     stand(collector, model)
     run_tick(collector, 0)
     run_tick(collector, 1)
     collector.command(2)
-    message = "the collector raised RuntimeError: tick 2 was commanded before its ingress slot was released"
+    message = "the collector raised RuntimeError: turn 2 was commanded before its ingress slot was released"
     with pytest.raises(CollectorFailed, match=message):
         collector.wait(2, 30)
     with pytest.raises(CollectorFailed, match="the collector ended with exit code 1"):
@@ -196,10 +258,10 @@ def test_a_silent_child_is_an_error_after_the_deadline(collector: CollectorProce
     stand(collector, model)
     os.kill(collector.pid, signal.SIGSTOP)
     collector.command(0)
-    with pytest.raises(CollectorFailed, match=r"^waited for tick 0 from the collector, nothing came .* \(0\.2 s\)$"):
+    with pytest.raises(CollectorFailed, match=r"^waited for turn 0 from the collector, nothing came .* \(0\.2 s\)$"):
         collector.wait(0, 0.2)
     os.kill(collector.pid, signal.SIGCONT)
-    assert collector.wait(0, 30)["tick"] == 0
+    assert collector.wait(0, 30)["turn"] == 0
 
 
 def test_a_stopped_child_does_not_survive_close(collector: CollectorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +271,19 @@ def test_a_stopped_child_does_not_survive_close(collector: CollectorProcess, mon
     assert not psutil.pid_exists(collector.pid)
 
 
-def test_an_answer_to_another_tick_is_refused(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+def test_a_command_out_of_turn_is_refused(collector: CollectorProcess, model: mujoco.MjModel) -> None:
     stand(collector, model)
     collector.command(1)
-    with pytest.raises(CollectorFailed, match="expected tick 0 from the collector, got signal 1"):
+    message = "the collector raised RuntimeError: turn 1 was commanded when turn 0 was due"
+    with pytest.raises(CollectorFailed, match=message):
         collector.wait(0, 30)
+
+
+def test_an_answer_to_another_turn_is_refused(collector: CollectorProcess, model: mujoco.MjModel) -> None:
+    stand(collector, model)
+    collector.command(0)
+    with pytest.raises(CollectorFailed, match="expected turn 1 from the collector, got signal 0"):
+        collector.wait(1, 30)
 
 
 def test_a_setup_error_arrives_as_one_message(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 
-from unilab.physics.spec import ROBOTS, PhysicsSpec
+import pytest
+
+from unilab.physics.spec import ROBOTS, PhysicsSpec, row_groups
 
 SPEC = PhysicsSpec(
     scene="cart/scene_flat.xml",
@@ -48,3 +50,24 @@ def test_json_round_trip() -> None:
 
 def test_robots_are_package_data() -> None:
     assert (ROBOTS / "unitree_g1" / "scene_flat.xml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "groups", "rows"),
+    [
+        (2048, 1, [(0, 2048)]),
+        (2048, 2, [(0, 1024), (1024, 2048)]),
+        (100, 2, [(0, 64), (64, 100)]),
+        (17, 2, [(0, 16), (16, 17)]),
+        (16, 2, [(0, 16)]),
+        (1, 2, [(0, 1)]),
+    ],
+)
+def test_groups_cover_every_row_once(num_envs: int, groups: int, rows: list[tuple[int, int]]) -> None:
+    assert [(group.start, group.stop) for group in row_groups(num_envs, groups)] == rows
+
+
+@pytest.mark.parametrize("groups", [0, 3, -1])
+def test_other_numbers_of_groups_are_refused(groups: int) -> None:
+    with pytest.raises(ValueError, match=rf"^env.physics_groups={groups}; use 1 or 2$"):
+        row_groups(64, groups)

@@ -1,0 +1,201 @@
+"""The same-run physics ceiling of a cell: measured right after its run, read again by every report."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from repro.errors import UsageError
+from repro.events import Refusal
+from repro.launch import GRACE_SECONDS, Ended, run_cell
+from repro.layout import CEILING_FILE
+from repro.plan import Cell, is_pinned
+from repro.run_files import find_value, read_json
+from repro.schema import Strict, canonical_json, parse_model, read_model
+from unilab.names import CONFIG_FILE, STATES_FILE
+
+PROGRAM = (sys.executable, "-P", "-m", "unilab.physics.ceiling")
+SECONDS = 2.0
+LIMIT_SECONDS = 300.0
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Times(Strict):
+    """Seconds of whole batches, one list for each snapshot, and the rate that follows from them."""
+
+    env_steps_per_second: float
+    step_seconds: tuple[tuple[Seconds, ...], ...]
+
+
+class Ceiling(Times):
+    """What `python -m unilab.physics.ceiling` prints.
+
+    Attributes:
+        schema_version: Of this object.
+        env_steps_per_second: All env steps / all time inside the step.
+        step_seconds: Times of every snapshot.
+        c_loop: The same by a plain C loop, or None.
+        c_loop_reason: Why there is no C loop, or None.
+        iterations: Training iteration of each snapshot.
+        num_envs: Environments of a batch.
+        groups: Groups of environments that took turns.
+        decimation: Physics steps of an env step.
+        timestep: Seconds of a physics step.
+        profile: Solver path.
+        workers: Physics threads.
+        cpu_ids: Their CPUs; None where they are not pinned.
+        mujoco: Version of the engine.
+        cpu_model: Name of the CPU.
+        seconds: Wall time of the measurement.
+    """
+
+    schema_version: Literal[1]
+    c_loop: Times | None
+    c_loop_reason: str | None
+    iterations: tuple[int, ...]
+    num_envs: Annotated[int, Field(ge=1)]
+    groups: int
+    decimation: int
+    timestep: float
+    profile: str
+    workers: int
+    cpu_ids: tuple[int, ...] | None
+    mujoco: str
+    cpu_model: str
+    seconds: float
+
+    @model_validator(mode="after")
+    def _rates(self) -> Self:
+        both: list[Times] = [self] if self.c_loop is None else [self, self.c_loop]
+        for times in both:
+            every = list(chain.from_iterable(times.step_seconds))
+            if not every or len(times.step_seconds) != len(self.iterations):
+                raise ValueError(f"{len(times.step_seconds)} lists of times for {len(self.iterations)} snapshots")
+            rate = self.num_envs * len(every) / sum(every)
+            if abs(times.env_steps_per_second / rate - 1) > 1e-9:
+                raise ValueError(f"env_steps_per_second is {times.env_steps_per_second}, its times give {rate}")
+        return self
+
+
+class CeilingRecord(Strict):
+    """`ceiling.json` of a cell: a measurement, or the reason why there is none."""
+
+    schema_version: Literal[1] = 1
+    ceiling: Ceiling | None = None
+    reason: str | None = None
+
+
+def record_ceiling(
+    cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float = GRACE_SECONDS
+) -> bool:
+    """Measure the ceiling of a cell whose trainer just ended and write `ceiling.json` into its run folder.
+
+    The cell is not touched by a failure, which is recorded with its reason. The states are removed in every case.
+
+    Returns:
+        Whether the user interrupted it.
+    """
+    run_dir = out_dir / cell.run
+    try:
+        if cell.warmup or ended.exit_code != 0 or not run_dir.is_dir():
+            return False
+        found, record = _measure(cell, environment, out_dir, grace)
+        (run_dir / CEILING_FILE).write_text(canonical_json(record), encoding="utf-8")
+        return found is not None and found.outcome == "interrupted"
+    finally:
+        for path in run_dir.glob(f"*{STATES_FILE}*"):
+            path.unlink()
+
+
+def _measure(
+    cell: Cell, environment: Mapping[str, str], out_dir: Path, grace: float
+) -> tuple[Ended | None, CeilingRecord]:
+    states = Path(cell.run) / STATES_FILE
+    if cell.world_size > 1:
+        return None, CeilingRecord(reason=f"it is measured for one rank, this run has {cell.world_size}")
+    if not (out_dir / states).is_file():
+        return None, CeilingRecord(reason=f"the run left no {STATES_FILE}")
+    cpu_ids = cell.cpu_ids if is_pinned(cell) else None
+    try:
+        groups = find_value(read_json(out_dir / cell.run / CONFIG_FILE), "env", "physics_groups")
+    except Refusal as refusal:
+        return None, CeilingRecord(reason=str(refusal))
+    options = () if groups is None else ("--groups", str(groups))
+    ended, ceiling = run_ceiling(states, cpu_ids, environment, out_dir, SECONDS, *options, grace=grace)
+    return ended, CeilingRecord(ceiling=ceiling, reason=ended.reason)
+
+
+def run_ceiling(
+    states: Path,
+    cpu_ids: Sequence[int] | None,
+    environment: Mapping[str, str],
+    folder: Path,
+    seconds: float,
+    *options: str,
+    grace: float = GRACE_SECONDS,
+) -> tuple[Ended, Ceiling | None]:
+    """Run the ceiling program to its end.
+
+    Args:
+        states: File of recorded states, as seen from `folder`.
+        cpu_ids: CPUs of the workers; None lets the program choose.
+        environment: Its whole environment.
+        folder: Its working directory.
+        seconds: How long it measures.
+        options: Further flags.
+        grace: Seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        How it ended, with the reason where it failed; and what it measured, or None.
+    """
+    placed = ["--cpu-ids", ",".join(map(str, cpu_ids))] if cpu_ids is not None else []
+    with tempfile.TemporaryDirectory() as name:
+        log, output = Path(name) / "logs" / "ceiling.log", Path(name) / CEILING_FILE
+        log.parent.mkdir()
+        command = [*PROGRAM, "--states", str(states), "--seconds", str(seconds), "--output", str(output)]
+        ended = run_cell([*command, *placed, *options], environment, folder, log, LIMIT_SECONDS, grace)
+        if ended.outcome != "exited" or ended.exit_code != 0:
+            return ended, None
+        try:
+            return ended, parse_model(Ceiling, output.read_bytes(), "the ceiling program's output")
+        except (UsageError, OSError) as error:
+            return replace(ended, reason=str(error)), None
+
+
+def read_ceiling(
+    run_dir: Path, cell: Cell, config: Mapping[str, Any], command: Mapping[str, Any]
+) -> tuple[float | None, str | None]:
+    """The ceiling of a cell in env steps/s from its `ceiling.json`, or None and the reason why there is none.
+
+    A measurement counts only if it did the run's work: as many environments, on the same CPUs, with the same solver
+    path and engine.
+    """
+    try:
+        record = read_model(CeilingRecord, run_dir / CEILING_FILE)
+    except UsageError as error:
+        return None, str(error)
+    found = record.ceiling
+    if found is None:
+        return None, record.reason or f"{CEILING_FILE} holds neither a measurement nor a reason"
+    asked: dict[str, tuple[Any, Any]] = {
+        "algo.num_envs": (find_value(config, "algo", "num_envs"), found.num_envs),
+        "env.physics_profile": (find_value(config, "env", "physics_profile"), found.profile),
+        "mujoco": (find_value(command, "versions", "mujoco"), found.mujoco),
+        "CPUs": (cell.cpu_ids if is_pinned(cell) else None, found.cpu_ids),
+    }
+    for what, (run, ceiling) in asked.items():
+        if run != ceiling:
+            return None, f"{what} of the run: {_plain(run)}, of the ceiling: {_plain(ceiling)}"
+    return found.env_steps_per_second, None
+
+
+def _plain(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"

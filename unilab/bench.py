@@ -1,0 +1,323 @@
+"""Benchmark of the learner alone: update cycles on random rows, run eagerly, compiled and captured.
+
+`python -m unilab.bench learner`; `repro bench learner` runs it and prints its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unilab.capture import Phase, on_stream
+from unilab.config import RunConfig, load_config
+from unilab.environment import Environment
+from unilab.hardware import HostUnfit, check_memory, choose_device, learner_threads
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
+from unilab.phases import UpdatePhase, transition_widths
+from unilab.replay import ReplayRing, row_width
+from unilab.sac.learner import SacLearner
+from unilab.state import StateRegistry
+from unilab.tasks.g1_walk_flat import G1WalkFlat
+
+# Whether objectives are compiled, whether the phase is captured.
+VARIANTS = {"eager": (False, False), "inductor": (True, False), "graph": (False, True), "inductor+graph": (True, True)}
+CYCLES = 50
+SETTLING_CYCLES = 10  # AdamW's first steps are signs of gradients, and those of rounding too
+WARMUP_CYCLES = 3
+DONE_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One variant.
+
+    Attributes:
+        variant: one of `VARIANTS`.
+        ms: median of `cycles_ms`.
+        cycles_ms: milliseconds of every cycle; device time on CUDA, wall time elsewhere.
+        kernels: kernels of one cycle, copies and fills left out; None where the profiler does not list them.
+        compile_seconds: seconds of the first cycle, compilation included; None where nothing is compiled.
+        capture_seconds: seconds of warm-up and capture; None where nothing is captured.
+        update_error: by parameter group, |update - eager update| / |eager update| of one cycle from a common state.
+    """
+
+    variant: str
+    ms: float
+    cycles_ms: list[float]
+    kernels: int | None
+    compile_seconds: float | None
+    capture_seconds: float | None
+    update_error: dict[str, float]
+
+
+class Rank:
+    """Learner, full replay ring and update phase; neither physics nor task logic runs.
+
+    Args:
+        config: the run; two ranks of one configuration and device hold the same rows and weights.
+        device: where everything lives.
+        compiled: compile the objectives with Inductor (CUDA only).
+
+    Attributes:
+        registry: everything that an update changes.
+        update: one learner cycle.
+        replay_rows: rows of the ring, all of them valid.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, compiled: bool) -> None:
+        self._seed, self._device, self.registry = config.algo.seed, device, StateRegistry()
+        algo = replace(config.algo, algo_params=replace(config.algo.algo_params, use_compile=compiled))
+        task = _task(config, device)
+        torch.manual_seed(algo.seed)
+        environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
+        dims = (task.obs_dim, task.critic_dim, task.action_dim)
+        amp = config.training.use_amp and device.type == "cuda"
+        learner = SacLearner(algo, *dims, device, amp, self.registry)
+        replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, transition_widths(*dims), device, self.registry)
+        _fill(replay, self._generator("rows"))
+        generator = self._generator("update")
+        phase = UpdatePhase(environment, learner, replay, algo, task.action_dim, generator, self.registry)
+        self.replay_rows, self.update = replay.capacity, Phase(phase.run, [generator])
+
+    def _generator(self, stream: str) -> torch.Generator:
+        return self.registry.generator(f"random/{stream}", torch.Generator(self._device).manual_seed(self._seed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code.
+
+    Args:
+        argv: arguments after the program's name; None takes the process's own.
+    """
+    os.environ.pop("MUJOCO_GL", None)  # importing mujoco fails under a bad value
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        with redirect_stdout(sys.stderr):  # notes about the chosen device do not belong to the result
+            found = bench_learner(arguments)
+            if arguments.output is not None:
+                arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    except HostUnfit as error:
+        return _refuse(error, EXIT_HOST_UNFIT)
+    except ValueError as error:
+        return _refuse(error, EXIT_USAGE)
+    except (RuntimeError, OSError) as error:  # of the device, of a file
+        return _refuse(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", EXIT_INTERRUPTED)
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    return EXIT_OK
+
+
+def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every asked variant, each from the same state and seed, and what was measured, as JSON values.
+
+    Raises:
+        HostUnfit: without a GPU and without `training.smoke=true`, or where memory is short.
+        ValueError: for a wrong setting, variant or number of cycles.
+        RuntimeError: if a cycle's update is not finite.
+    """
+    config = load_config(arguments.algo, arguments.task, arguments.sim, arguments.overrides)
+    if arguments.cycles < 1:
+        raise ValueError(f"--cycles {arguments.cycles}: must be at least 1")
+    device = choose_device(config)
+    names = choose_variants(arguments.variants, device)
+    torch.set_num_threads(learner_threads())
+    task = _task(config, device)
+    width = row_width(transition_widths(task.obs_dim, task.critic_dim, task.action_dim))
+    check_memory(config, task.spec, width, device)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with on_stream(stream):
+        start, reference, rows = _eager_cycle(config, device)
+        measured = [measure(config, device, name, start, reference, arguments.cycles) for name in names]
+    sizes = ("num_envs", "batch_size", "updates_per_step", "policy_frequency", "actor_hidden_dim", "critic_hidden_dim")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "learner",
+        "smoke": config.training.smoke,
+        "algo": arguments.algo,
+        "task": arguments.task,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "sizes": {name: getattr(config.algo, name) for name in sizes} | {"replay_rows": rows},
+        "variants": [asdict(item) for item in measured],
+    }
+
+
+def choose_variants(asked: str | None, device: torch.device) -> list[str]:
+    """Names of the variants to run: those asked for, else all that the device can run.
+
+    Raises:
+        ValueError: for an unknown or repeated name, or one that the device cannot run.
+    """
+    able = list(VARIANTS) if device.type == "cuda" else ["eager"]
+    names = able if asked is None else asked.split(",")
+    for name in names:
+        if name not in VARIANTS:
+            raise ValueError(f"--variants {asked}: unknown variant {name!r}; there is {', '.join(VARIANTS)}")
+        if name not in able:
+            raise ValueError(f"--variants {asked}: {name} needs CUDA, this is {device.type}; type --variants eager")
+    if len(set(names)) != len(names):
+        raise ValueError(f"--variants {asked} names one twice")
+    return names
+
+
+def measure(
+    config: RunConfig,
+    device: torch.device,
+    name: str,
+    start: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    cycles: int,
+) -> Measurement:
+    """Measure one variant.
+
+    Args:
+        config: the run.
+        device: where to run.
+        name: one of `VARIANTS`.
+        start: state of the registry to begin from.
+        reference: that state after one eager cycle.
+        cycles: cycles to time.
+
+    Raises:
+        RuntimeError: if the update is not finite.
+    """
+    compiled, captured = VARIANTS[name]
+    torch._dynamo.reset()
+    rank = Rank(config, device, compiled)
+    rank.registry.restore(start)
+    compile_seconds = _seconds(rank.update, device) if compiled else None
+    rank.registry.restore(start)
+    capture_seconds = _seconds(lambda: rank.update.capture(rank.registry), device) if captured else None
+    rank.update()
+    errors = update_errors(rank.registry.snapshot(), reference, start)
+    for _ in range(WARMUP_CYCLES):
+        rank.update()
+    times = _cycle_times(rank.update, device, cycles)
+    kernels = _count_kernels(rank.update) if device.type == "cuda" else None
+    rank.update.release()
+    return Measurement(name, median(times), times, kernels, compile_seconds, capture_seconds, errors)
+
+
+def update_errors(found: dict[str, Tensor], reference: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error of one cycle's parameter update by group: |found - reference| / |reference - start|.
+
+    Raises:
+        RuntimeError: if one is not finite, also where the reference did not move.
+    """
+    errors = {}
+    for name in sorted(name for name in start if name.endswith("/parameters")):
+        change = (reference[name] - start[name]).double().norm()
+        group = name.removesuffix("/parameters")
+        errors[group] = ((found[name] - reference[name]).double().norm() / change).item()
+        if not math.isfinite(errors[group]):
+            raise RuntimeError(f"the update of {group} is not finite, or eager execution does not change it")
+    return errors
+
+
+def _eager_cycle(config: RunConfig, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """A settled state, the same after one eager cycle, and the rows of the ring."""
+    rank = Rank(config, device, compiled=False)
+    for _ in range(SETTLING_CYCLES):
+        rank.update()
+    start = rank.registry.snapshot()
+    rank.update()
+    return start, rank.registry.snapshot(), rank.replay_rows
+
+
+def _task(config: RunConfig, device: torch.device) -> G1WalkFlat:
+    return G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
+
+
+def _fill(replay: ReplayRing, generator: torch.Generator) -> None:
+    """Normal rows, a few of which end an episode, half of those by the time limit."""
+    replay.rows.normal_(generator=generator)
+    parts = replay.split(replay.rows)
+    chance = torch.rand(len(replay.rows), generator=generator, device=replay.rows.device)
+    parts["done"].copy_(chance < DONE_SHARE)
+    parts["timeout"].copy_(chance < DONE_SHARE / 2)
+    replay.size.fill_(replay.capacity)
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _cycle_times(run: Callable[[], None], device: torch.device, cycles: int) -> list[float]:
+    """Milliseconds of each cycle."""
+    if device.type != "cuda":
+        return [1e3 * _seconds(run, device) for _ in range(cycles)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(cycles + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+
+
+def _count_kernels(run: Callable[[], None]) -> int | None:
+    """Kernels of one cycle, or None where the profiler lists none."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return kernel_count([(event.device_type.name, event.name) for event in profile.events() or []])
+
+
+def kernel_count(events: Sequence[tuple[str, str]]) -> int | None:
+    """Kernels among a profiler's events (device and name), copies and fills left out; None for none."""
+    device = [name for kind, name in events if kind == "CUDA"]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in device) or None
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    smoke = "SMOKE, not a benchmark: " if found["smoke"] else ""
+    return [
+        f"{smoke}one update cycle on {found['device']}, torch {found['torch']}",
+        *(
+            f"{item['variant']}: {item['ms']:.3f} ms, update error {max(item['update_error'].values()):.1e}"
+            for item in found["variants"]
+        ),
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__, allow_abbrev=False)
+    parser.add_argument("kind", choices=["learner"], help="what to measure")
+    parser.add_argument("--algo", default="sac", help="algorithm (default sac)")
+    parser.add_argument("--task", default="g1_walk_flat", help="task (default g1_walk_flat)")
+    parser.add_argument("--sim", default="mujoco", help="physics backend whose sizes are taken (default mujoco)")
+    parser.add_argument("--variants", metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all the device can run)")
+    parser.add_argument("--cycles", metavar="N", type=int, default=CYCLES, help=f"cycles to time (default {CYCLES})")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as in algo.batch_size=4096")
+    return parser
+
+
+def _refuse(error: Exception | str, code: int) -> int:
+    print(f"bench: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
