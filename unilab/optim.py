@@ -1,7 +1,8 @@
-"""Parameters that step together: one flat buffer, one flat gradient, one fused AdamW, one finite gate."""
+"""Parameters that step together: one flat buffer, one flat gradient, one AdamW, one finite gate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from unilab.state import StateRegistry
 
 ALIGNMENT = 64  # elements; every parameter starts on a 256-byte boundary, as matrix kernels like
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
 
 
 class ParameterGroup:
@@ -54,49 +57,46 @@ class ParameterGroup:
         self.loss = torch.zeros((), device=device)
         self.finite = torch.ones((), device=device)
         self.norm = torch.zeros((), device=device)
-        self._max_grad_norm = max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            [self.flat],
-            lr=lr,
-            betas=(0.9, 0.95),
-            weight_decay=weight_decay,
-            fused=True,
-            capturable=device.type == "cuda",
-        )
-        self._register(name, registry, device)
+        self._lr, self._weight_decay, self._max_grad_norm = lr, weight_decay, max_grad_norm
+        self._gaps = [torch.zeros(_aligned(p.numel()) - p.numel(), device=device) for p in self.parameters]
+        registry.tensor(f"{name}/parameters", self.flat.data)
+        self._count = registry.tensor(f"{name}/adamw_step", torch.zeros((), device=device))
+        self._mean = registry.tensor(f"{name}/adamw_exp_avg", torch.zeros_like(self.flat.data))
+        self._square = registry.tensor(f"{name}/adamw_exp_avg_sq", torch.zeros_like(self.flat.data))
 
     def backward(self, loss: Tensor) -> None:
         """Replace the gradient by that of the scalar `loss` with respect to this group's parameters alone."""
         self.loss.copy_(loss.detach())
-        self.gradient.zero_()
-        loss.backward(inputs=self.parameters)
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        pieces = [part.reshape(-1) for pair in zip(gradients, self._gaps, strict=True) for part in pair if part.numel()]
+        torch.cat(pieces, out=self.gradient)
 
+    @torch.no_grad()
     def step(self, gate: Tensor | None = None) -> None:
         """One AdamW step with the gradient at hand; skipped, on the device, where loss or gradient is not finite.
+
+        Written in single operations, which Inductor makes one pass over the flat buffers.
 
         Args:
             gate: `finite` of another group, whose skip this group follows; 0-d.
         """
-        torch.linalg.vector_norm(self.gradient, out=self.norm)
-        self.finite.copy_(torch.isfinite(self.loss) & torch.isfinite(self.norm))
+        norm = torch.linalg.vector_norm(self.gradient)
+        taken = torch.isfinite(self.loss) & torch.isfinite(norm)
         if gate is not None:
-            self.finite.mul_(gate)
+            taken = taken & (gate > 0)
+        self.norm.copy_(norm)
+        self.finite.copy_(taken)
+        self._count.add_(self.finite)
         if self._max_grad_norm > 0:
-            self.gradient.mul_((self._max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0))
-        self._optimizer.found_inf = 1.0 - self.finite  # type: ignore[attr-defined]
-        self._optimizer.step()
-
-    def _register(self, name: str, registry: StateRegistry, device: torch.device) -> None:
-        # The optimizer would make its state at the first step; made here, it has an address from the start.
-        state = {
-            "step": torch.zeros((), device=device),
-            "exp_avg": torch.zeros_like(self.flat),
-            "exp_avg_sq": torch.zeros_like(self.flat),
-        }
-        self._optimizer.state[self.flat] = state
-        registry.tensor(f"{name}/parameters", self.flat.data)
-        for key, value in state.items():
-            registry.tensor(f"{name}/adamw_{key}", value)
+            self.gradient.mul_((self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        mean = torch.lerp(self._mean, self.gradient, 1 - BETAS[0])
+        square = BETAS[1] * self._square + (1 - BETAS[1]) * self.gradient.square()
+        # 1 - beta^count, exact also where that is small
+        first, second = (-torch.expm1(self._count * math.log(beta)) for beta in BETAS)
+        change = mean / (square.sqrt() / second.sqrt() + EPSILON) * (self._lr / first)
+        stepped = self.flat.data * (1 - self._lr * self._weight_decay) - change
+        for state, value in ((self._mean, mean), (self._square, square), (self.flat.data, stepped)):
+            state.copy_(torch.where(taken, value, state))
 
 
 def bind(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:

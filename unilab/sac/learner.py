@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unilab.optim import ParameterGroup, bind
 from unilab.sac.config import SacConfig
 from unilab.sac.networks import Actor, CriticPair
-from unilab.sac.objectives import Batch, actor_objective, critic_objective, support
+from unilab.sac.objectives import Batch, actor_objective, critic_objective, support, temperature_objective
 from unilab.state import StateRegistry
 
 _P = ParamSpec("_P")
@@ -84,6 +84,9 @@ class SacLearner:
         self._next_action = _compiled(self._sample, compiled, dynamic=True)  # one compilation for all numbers of rows
         self._critic_objective = _compiled(critic_objective, compiled)
         self._actor_objective = _compiled(actor_objective, compiled)
+        self._step_critic = _compiled(self._critic_step, compiled)
+        self._step_actor = _compiled(self._actor_step, compiled)
+        self._expected: Tensor | None = None
         self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
 
     @torch.no_grad()
@@ -112,11 +115,23 @@ class SacLearner:
         self._update_critic(batch, next_action, log_pi)
         if actor_noise is not None:
             self._update_actor(batch, actor_noise)
-        # A skipped critic step leaves its target alone too (tau becomes 0).
-        self._target_flat.lerp_(self.critic_group.flat.data, self._config.tau * self.critic_group.finite)
 
+    @torch.no_grad()
     def report(self) -> dict[str, Tensor]:
-        """0-d tensors of the last update, by tag."""
+        """0-d tensors of the last update, by tag, at fixed addresses; written now."""
+        values = {
+            "Loss/critic": self.critic_group.loss,
+            "Loss/temperature": self.alpha_group.loss,
+            "Loss/actor": self.actor_group.loss,
+            "Policy/temperature": self.log_alpha.exp().squeeze(0),
+            "Train/critic_gradient_norm": self.critic_group.norm,
+            "Train/actor_gradient_norm": self.actor_group.norm,
+        }
+        if self._expected is not None:
+            smallest, largest = torch.aminmax(self._expected)
+            values |= {"Train/target_q_max": largest, "Train/target_q_min": smallest}
+            for name, value in values.items():
+                self._reported[name].copy_(value)
         return self._reported
 
     def modules(self) -> dict[str, nn.Module]:
@@ -132,44 +147,34 @@ class SacLearner:
     def _update_critic(self, batch: Batch, next_action: Tensor, log_pi: Tensor) -> None:
         alpha = self.log_alpha.detach().exp()
         with self._autocast():
-            loss, expected = self._critic_objective(
+            loss, self._expected = self._critic_objective(
                 self.critic, self.target, batch, next_action, log_pi, alpha, self._config.gamma, self._points
             )
         self.critic_group.backward(loss)
-        excess = (log_pi + self._target_entropy).mean()
-        self.alpha_group.backward(-(self.log_alpha.exp() * excess).sum())
+        self._step_critic(log_pi)
+
+    def _critic_step(self, log_pi: Tensor) -> None:
+        """Critics, temperature and targets; the last two follow the critics' verdict on the batch."""
+        finite = self.critic_group.finite
         self.critic_group.step()
-        self.alpha_group.step(self.critic_group.finite)  # one verdict on the batch
-        self._note(
-            {
-                "Loss/critic": self.critic_group.loss,
-                "Loss/temperature": self.alpha_group.loss,
-                "Policy/temperature": self.log_alpha.detach().exp().squeeze(0),
-                "Train/critic_gradient_norm": self.critic_group.norm,
-                "Train/target_q_max": expected.max(),
-                "Train/target_q_min": expected.min(),
-            }
-        )
-        self._reported["Train/skipped_updates"].add_(1.0 - self.critic_group.finite)
+        loss = temperature_objective(self.alpha_group.flat.data[:1], log_pi, self._target_entropy)
+        self.alpha_group.loss.copy_(loss)
+        self.alpha_group.gradient[:1].copy_(loss)  # exp is its own derivative
+        self.alpha_group.step(finite)
+        self._target_flat.lerp_(self.critic_group.flat.data, self._config.tau * finite)
+        self._reported["Train/skipped_updates"].add_(1.0 - finite)
 
     def _update_actor(self, batch: Batch, noise: Tensor) -> None:
         alpha = self.log_alpha.detach().exp()
         with self._autocast():
             loss, entropy = self._actor_objective(self.actor, self._frozen_critic, batch, noise, alpha, self._points)
         self.actor_group.backward(loss)
-        self.actor_group.step()
-        self._note(
-            {
-                "Loss/actor": self.actor_group.loss,
-                "Loss/entropy": entropy,
-                "Train/actor_gradient_norm": self.actor_group.norm,
-            }
-        )
-        self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
+        self._reported["Loss/entropy"].copy_(entropy)
+        self._step_actor()
 
-    def _note(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self._reported[name].copy_(value)
+    def _actor_step(self) -> None:
+        self.actor_group.step()
+        self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
 
 
 def _compiled(function: Callable[_P, _R], enabled: bool, dynamic: bool = False) -> Callable[_P, _R]:

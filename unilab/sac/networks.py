@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unilab.sac import fused
+
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 0.0
 MEAN_LIMIT = 10.0
 SQUASH_EPSILON = 1e-6
@@ -38,9 +40,13 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation before squashing, both `(B, A)`; log-std lies in [-5, 0]."""
-        features = self.trunk(obs)
-        mean = torch.nan_to_num(self.mean(features).float(), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
-        squashed = torch.tanh(self.log_std(features).float())
+        if fused.fusing(obs):
+            mean, log_std = _joint(_fused_trunk(self.trunk, obs), self.mean, self.log_std)
+        else:
+            features = self.trunk(obs)
+            mean, log_std = self.mean(features), self.log_std(features)
+        mean = torch.nan_to_num(mean.float(), nan=0.0).clamp(-MEAN_LIMIT, MEAN_LIMIT)
+        squashed = torch.tanh(log_std.float())
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (squashed + 1.0)
         return mean, torch.nan_to_num(log_std, nan=LOG_STD_MIN)
 
@@ -104,11 +110,15 @@ class _BatchedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(members, 1, out_features).uniform_(-bound, bound))
 
     def forward(self, features: Tensor) -> Tensor:
+        return self.product(features) + self.bias
+
+    def product(self, features: Tensor) -> Tensor:
+        """`(members, B, out)` without the bias."""
         members, in_features, out_features = self.weight.shape
         pad_in, pad_out = -in_features % ALIGNMENT, -out_features % ALIGNMENT
         weight = F.pad(self.weight, (0, pad_out, 0, pad_in))
         product = torch.bmm(F.pad(features, (0, pad_in)).expand(members, -1, -1), weight)
-        return product[..., :out_features] + self.bias
+        return product[..., :out_features]
 
 
 class _Block(nn.Module):
@@ -119,6 +129,10 @@ class _Block(nn.Module):
         self.shift = nn.Parameter(torch.zeros(members, 1, out_features))
 
     def forward(self, features: Tensor) -> Tensor:
+        if fused.fusing(features):
+            product = self.linear.product(features)
+            activation: Tensor = fused.norm_silu(product, self.linear.bias, self.scale, self.shift)
+            return activation
         hidden = self.linear(features)
         return F.silu(F.layer_norm(hidden, hidden.shape[-1:]) * self.scale + self.shift)
 
@@ -128,3 +142,23 @@ def _zero_linear(in_features: int, out_features: int) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def _joint(features: Tensor, first: nn.Linear, second: nn.Linear) -> tuple[Tensor, ...]:
+    """Two layers of one width in one product of an aligned size."""
+    width = 2 * first.out_features
+    weight = F.pad(torch.cat((first.weight, second.weight)), (0, 0, 0, -width % ALIGNMENT))
+    product = F.linear(features, weight)[..., :width] + torch.cat((first.bias, second.bias))
+    return product.chunk(2, -1)
+
+
+def _fused_trunk(trunk: nn.Sequential, features: Tensor) -> Tensor:
+    """The actor's blocks as a network of one member."""
+    for index in range(0, len(trunk), 3):
+        linear, norm = trunk[index], trunk[index + 1]
+        assert isinstance(linear, nn.Linear) and isinstance(norm, nn.LayerNorm)
+        pad = -linear.in_features % ALIGNMENT
+        product = F.linear(F.pad(features, (0, pad)), F.pad(linear.weight, (0, pad)))
+        rows = [parameter.view(1, 1, -1) for parameter in (linear.bias, norm.weight, norm.bias)]
+        features = fused.norm_silu(product.unsqueeze(0), *rows).squeeze(0)
+    return features

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unilab.sac import fused
 from unilab.sac.networks import Actor, CriticPair
 
 V_MIN, V_MAX = -20.0, 20.0
 LOG_PROBABILITY_FLOOR = -30.0
-_INDEX_SLACK = 1e-3  # of one atom; covers the rounding of computed positions
+INDEX_SLACK = 1e-3  # of one atom; covers the rounding of computed positions
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def project(probabilities: Tensor, reward: Tensor, discount: Tensor, gamma: floa
         `(E, B, K)` mass on the support.
     """
     atoms = points.numel()
-    count = min(atoms, int(2.0 / max(gamma, 1.0 / atoms) + _INDEX_SLACK) + 1)
+    count = reach(atoms, gamma)
     reward, discount = reward.unsqueeze(-1), discount.unsqueeze(-1)
     low, high = reward + discount * points <= V_MIN, reward + discount * points >= V_MAX
     mass = (probabilities * low).sum(-1, keepdim=True) * (points == points[0])
     mass = mass + (probabilities * high).sum(-1, keepdim=True) * (points == points[-1])
     spacing = (V_MAX - V_MIN) / (atoms - 1)
-    first = ((points - spacing - reward) / discount - V_MIN) / spacing - _INDEX_SLACK
+    first = ((points - spacing - reward) / discount - V_MIN) / spacing - INDEX_SLACK
     first = torch.nan_to_num(first).ceil().clamp(0, atoms - count).long()  # (B, to)
     for source in (first + index for index in range(count)):  # unrolled: compiled, one pass over the support points
         shifted = reward + discount * points[source]
@@ -76,6 +77,16 @@ def project(probabilities: Tensor, reward: Tensor, discount: Tensor, gamma: floa
         mass = mass + probabilities.gather(-1, source.expand_as(probabilities)) * inside
     alone = probabilities.sum(-1, keepdim=True) * _hat(reward.clamp(V_MIN, V_MAX), points)
     return torch.where(discount == 0, alone, mass)  # without a discount all atoms land on the reward
+
+
+def reach(atoms: int, gamma: float) -> int:
+    """How many consecutive shifted atoms can lie within a spacing of a support point."""
+    return min(atoms, int(2.0 / max(gamma, 1.0 / atoms) + INDEX_SLACK) + 1)
+
+
+def shift(reward: Tensor, discount: Tensor, points: Tensor) -> Tensor:
+    """Where the atoms land, cut off at the ends, `(B, K)`."""
+    return (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
 
 
 def _hat(shifted: Tensor, points: Tensor) -> Tensor:
@@ -112,11 +123,16 @@ def critic_objective(
         bootstrap = (1.0 - batch.done + batch.timeout).clamp(0.0, 1.0)
         discount = gamma * bootstrap
         reward = batch.reward - discount * alpha * log_pi
-        shifted = (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
-        probabilities = F.softmax(target(batch.next_critic, next_action).float(), -1)
+        target_logits = target(batch.next_critic, next_action).float()
+    logits = critic(batch.critic, batch.action).float()
+    if fused.fusing(logits):
+        losses, _, expected = fused.cross_entropy(logits, target_logits, reward, discount, points, gamma)
+        return losses.mean(-1).sum(), expected
+    with torch.no_grad():
+        probabilities = F.softmax(target_logits, -1)
         mass = project(probabilities, reward, discount, gamma, points)
-        expected = (probabilities * shifted).sum(-1)  # the projection keeps the mean
-    log_probabilities = F.log_softmax(critic(batch.critic, batch.action).float(), -1).clamp(min=LOG_PROBABILITY_FLOOR)
+        expected = (probabilities * shift(reward, discount, points)).sum(-1)  # the projection keeps the mean
+    log_probabilities = F.log_softmax(logits, -1).clamp(min=LOG_PROBABILITY_FLOOR)
     loss = -(mass * log_probabilities).sum(-1).mean(-1).sum()
     return loss, expected
 
@@ -141,3 +157,14 @@ def actor_objective(
     probabilities = F.softmax(critic(batch.critic, action).float(), -1)
     value = (probabilities * points).sum(-1).mean(0)
     return (alpha * log_pi - value).mean(), -log_pi.detach().mean()
+
+
+def temperature_objective(log_alpha: Tensor, log_pi: Tensor, target_entropy: float) -> Tensor:
+    """Temperature times the excess of the entropy over its target.
+
+    Args:
+        log_alpha: `(1,)`.
+        log_pi: log-densities of the actor's actions, `(B,)`; not differentiated.
+        target_entropy: entropy to hold.
+    """
+    return -(log_alpha.exp() * (log_pi + target_entropy).mean()).sum()

@@ -367,6 +367,7 @@ def test_a_skipped_update_leaves_no_trace() -> None:
     assert skipping.report()["Train/skipped_updates"].item() == 2
     for learner in (skipping, untouched):
         update(learner, *draws(4))
+        learner.report()
     first, second = one.snapshot(), other.snapshot()
     apart = {name for name in first if not torch.equal(first[name], second[name])}
     assert apart == {"learner/Train/skipped_updates"}
