@@ -343,12 +343,13 @@ class Runner:
         """Write a finished tick's record with its own step and time, and show it."""
         if tick is None or not tick.iteration:
             return
+        idle = tick.stages[ACTION_WAIT_MS] / 1e3
         scalars = {
             TRAIN_ITERATION: float(tick.iteration),
             TOTAL_FPS: self._config.algo.num_envs / tick.wall,
             ITERATION_TIME: tick.wall,
-            PHYSICS_FRACTION: tick.physics / tick.wall,
-            EXPOSED_MS: 1e3 * (tick.wall - tick.physics),
+            PHYSICS_FRACTION: tick.physics / (tick.physics + idle),
+            EXPOSED_MS: 1e3 * idle,
             **tick.stages,
             **metrics,
         }
