@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +18,7 @@ from repro.events import Refusal
 from repro.launch import GRACE_SECONDS, Ended, run_cell
 from repro.layout import CEILING_FILE
 from repro.plan import Cell, is_pinned
-from repro.run_files import find_value, read_json
+from repro.run_files import MOST, find_value, read_json
 from repro.schema import Strict, canonical_json, parse_model, read_model
 from unilab.names import CONFIG_FILE, STATES_FILE
 
@@ -26,13 +27,16 @@ SECONDS = 8.0  # rates of a shared host drift within seconds
 SMOKE_SECONDS = 1.0
 LIMIT_SECONDS = 300.0
 
-Seconds = Annotated[float, Field(gt=0)]
+# What the trainer's manifest calls as the ceiling does.
+PHYSICS = ("groups", "decimation", "timestep", "workers")
+
+Seconds = Annotated[float, Field(gt=0, lt=1e6)]
 
 
 class Times(Strict):
     """Seconds of whole batches, one list for each snapshot, and the rate that follows from them."""
 
-    env_steps_per_second: float
+    env_steps_per_second: Annotated[float, Field(gt=0)]
     step_seconds: tuple[tuple[Seconds, ...], ...]
 
 
@@ -62,7 +66,7 @@ class Ceiling(Times):
     c_loop: Times | None
     c_loop_reason: str | None
     iterations: tuple[int, ...]
-    num_envs: Annotated[int, Field(ge=1)]
+    num_envs: Annotated[int, Field(ge=1, le=MOST)]
     groups: int
     decimation: int
     timestep: float
@@ -71,7 +75,7 @@ class Ceiling(Times):
     cpu_ids: tuple[int, ...] | None
     mujoco: str
     cpu_model: str
-    seconds: float
+    seconds: Seconds
 
     @model_validator(mode="after")
     def _rates(self) -> Self:
@@ -81,7 +85,7 @@ class Ceiling(Times):
             if not every or len(times.step_seconds) != len(self.iterations):
                 raise ValueError(f"{len(times.step_seconds)} lists of times for {len(self.iterations)} snapshots")
             rate = self.num_envs * len(every) / sum(every)
-            if abs(times.env_steps_per_second / rate - 1) > 1e-9:
+            if not math.isclose(times.env_steps_per_second, rate, rel_tol=1e-9):
                 raise ValueError(f"env_steps_per_second is {times.env_steps_per_second}, its times give {rate}")
         return self
 
@@ -91,7 +95,13 @@ class CeilingRecord(Strict):
 
     schema_version: Literal[1] = 1
     ceiling: Ceiling | None = None
-    reason: str | None = None
+    reason: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.ceiling is None) == (self.reason is None):
+            raise ValueError("it must hold a measurement or a reason, and not both")
+        return self
 
 
 def record_ceiling(
@@ -173,12 +183,12 @@ def run_ceiling(
 
 
 def read_ceiling(
-    run_dir: Path, cell: Cell, config: Mapping[str, Any], command: Mapping[str, Any]
+    run_dir: Path, cell: Cell, config: Mapping[str, Any], manifest: Mapping[str, Any], command: Mapping[str, Any]
 ) -> tuple[float | None, str | None]:
     """The ceiling of a cell in env steps/s from its `ceiling.json`, or None and the reason why there is none.
 
-    A measurement counts only if it did the run's work: as many environments, on the same CPUs, with the same solver
-    path and engine.
+    A measurement counts only if it did the run's work: as many environments in as many groups, with as many workers on
+    the same CPUs, with the same solver path, steps and engine, from iterations of the run.
     """
     try:
         record = read_model(CeilingRecord, run_dir / CEILING_FILE)
@@ -186,16 +196,22 @@ def read_ceiling(
         return None, str(error)
     found = record.ceiling
     if found is None:
-        return None, record.reason or f"{CEILING_FILE} holds neither a measurement nor a reason"
+        return None, record.reason
     asked: dict[str, tuple[Any, Any]] = {
         "algo.num_envs": (find_value(config, "algo", "num_envs"), found.num_envs),
         "env.physics_profile": (find_value(config, "env", "physics_profile"), found.profile),
         "mujoco": (find_value(command, "versions", "mujoco"), found.mujoco),
         "CPUs": (cell.cpu_ids if is_pinned(cell) else None, found.cpu_ids),
+        **{f"physics.{name}": (find_value(manifest, "physics", name), getattr(found, name)) for name in PHYSICS},
     }
+    if asked["physics.groups"][0] is None:  # an older run, which does not say
+        del asked["physics.groups"]
     for what, (run, ceiling) in asked.items():
         if run != ceiling:
             return None, f"{what} of the run: {_plain(run)}, of the ceiling: {_plain(ceiling)}"
+    most = find_value(config, "algo", "max_iterations")
+    if not all(one < other for one, other in pairwise((0, *found.iterations, most + 1))):
+        return None, f"the ceiling's iterations do not ascend within those of the run, 1 to {most}"
     return found.env_steps_per_second, None
 
 

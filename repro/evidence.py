@@ -218,7 +218,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
     ceiling, missing = None, None
     if plan.matrix.ceiling and not cell.warmup:
-        ceiling, missing = read_ceiling(run_dir, cell, config, command)
+        ceiling, missing = read_ceiling(run_dir, cell, config, manifest, command)
     return CellEvidence(
         cell,
         "discarded" if cell.warmup else "measured",

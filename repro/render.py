@@ -13,9 +13,9 @@ from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
-from repro.headline import ceiling_share, ceiling_shares, headline
+from repro.headline import ceiling_share, headline
 from repro.host import Host
-from repro.layout import MANIFEST_FILE, RESULT_FILE, RUNS_DIR
+from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Matrix
 from repro.plan import VISIBLE_DEVICES, shell_command
@@ -274,7 +274,7 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
         "No correctness probe ran."
-        if ceiling_shares(result)
+        if any(f"{item.cell.run}/{CEILING_FILE}" in evidence.inputs for item in evidence.cells)
         else "The physics ceiling of the host was not measured and no correctness probe ran.",
     ]
     if evidence.plan.source.dirty:

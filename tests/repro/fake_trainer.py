@@ -35,6 +35,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unilab import names
+from unilab.physics.spec import row_groups
 
 MODES = {
     "ok": "a complete run, exit 0",
@@ -244,7 +245,10 @@ def _manifest(options: RunOptions) -> dict[str, Any]:
         "schema_version": names.SCHEMA_VERSION,
         "ranks": [{"rank": index, **rank} for index in range(options.world_size)],
         "dp_sync": {"world_size": options.world_size},
-        "physics": {"profile": "exact", "timestep": 0.00667, "decimation": 3, "workers": len(options.cpu_ids or (0,))},
+        "physics": {
+            **{"profile": "exact", "timestep": 1 / 150, "decimation": 3},
+            **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(options.cpu_ids or (0,))},
+        },
         "learner": {"device": device},
     }
 

@@ -49,6 +49,34 @@ def test_a_tick_without_a_gpu_is_smoke_and_leaves_only_the_output(
     assert "older results are never replaced" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", ["tick", "learner"])
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "is a folder; name a new file in it"),
+        ("gone/found.json", "gone is not a folder; make it first, or choose another"),
+        ("file/found.json", "file is not a folder; make it first, or choose another"),
+        ("file", "exists; older results are never replaced, choose another name"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_measuring(
+    part: str,
+    output: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("it measured first")
+
+    monkeypatch.setattr(bench, f"bench_{part}", measured)
+    (tmp_path / "file").touch()
+    assert main(["bench", part, "--output", str(tmp_path / output)], trainer=TRAINER) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("repro: --output ") and line.endswith(message)
+
+
 def test_stages_are_means_of_the_tail_and_the_remainder_is_stated(fake_run: Callable[..., Path]) -> None:
     pool = dict(zip(POOL.values(), (1.5, 14.25), strict=True))  # a tick of 16 ms: 16 envs at 1000 steps/s
     stages = pool | dict(zip(CARRIER.values(), (0.25, 0.5), strict=True))

@@ -13,7 +13,7 @@ import pytest
 from session_builder import SOURCE, finished_session, make_host, matrix_text, run_session, toy_matrix
 
 from repro import ceiling as ceiling_module
-from repro.ceiling import Ceiling, CeilingRecord
+from repro.ceiling import Ceiling
 from repro.cli import main
 from repro.errors import UsageError
 from repro.evidence import read_evidence
@@ -26,6 +26,8 @@ from repro.schema import canonical_json, parse_model, read_model
 from repro.verify import verify
 from unilab.names import STATES_FILE
 
+NOT_OF_THE_RUN = "the ceiling's iterations do not ascend within those of the run, 1 to 40"
+ONE_OF_TWO = "ceiling.json: it must hold a measurement or a reason, and not both"
 CASES = {
     "good": {"FAKE_RATE": "1000"},
     "none": {"FAKE_STATES": "none"},
@@ -122,6 +124,22 @@ def slower(found: dict[str, Any]) -> None:
         (lambda c: c.update(mujoco="3.9.0"), "mujoco of the run: 4.0.0, of the ceiling: 3.9.0"),
         (lambda c: c.update(cpu_ids=[0, 1]), "CPUs of the run: 0, of the ceiling: 0,1"),
         (lambda c: c.pop("workers"), "key 'ceiling.workers' is missing"),
+        (lambda c: c.update(groups=2), "physics.groups of the run: 1, of the ceiling: 2"),
+        (lambda c: c.update(decimation=1), "physics.decimation of the run: 3, of the ceiling: 1"),
+        (lambda c: c.update(timestep=0.02), "physics.timestep of the run: 0.006666666666666667, of the ceiling: 0.02"),
+        (lambda c: c.update(workers=2), "physics.workers of the run: 1, of the ceiling: 2"),
+        (lambda c: c.update(iterations=[0, *range(2, 9)]), NOT_OF_THE_RUN),
+        (lambda c: c.update(iterations=[*range(1, 8), 41]), NOT_OF_THE_RUN),
+        (lambda c: c.update(iterations=[2, 1, *range(3, 9)]), NOT_OF_THE_RUN),
+        (lambda c: c.update(iterations=[1] * 8), NOT_OF_THE_RUN),
+        (lambda c: c.update(env_steps_per_second=0), "ceiling.env_steps_per_second: input should be greater than 0"),
+        (lambda c: c.update(step_seconds=[[1e308]] * 8), "ceiling.step_seconds.0.0: input should be less than 1000000"),
+        (lambda c: c.update(step_seconds=[[5e-324]] * 8), "ceiling: env_steps_per_second is "),
+        (lambda c: c.update(num_envs=10**400), "ceiling.num_envs: input should be less than or equal to 2147483648"),
+        (lambda c: c.update(iterations=[*range(1, 8), 10**400]), NOT_OF_THE_RUN),
+        (lambda c: c.update(timestep=10**400), "ceiling.timestep: "),
+        (lambda c: c.update(seconds=-5), "ceiling.seconds: input should be greater than 0"),
+        (lambda c: c.update(seconds=1e6), "ceiling.seconds: input should be less than 1000000"),
     ],
 )
 def test_a_ceiling_of_other_work_gives_no_share(
@@ -202,10 +220,42 @@ def test_output_that_is_no_measurement_is_a_reason(tmp_path: Path, monkeypatch: 
     assert ended.reason.startswith("the ceiling program's output: key ")
 
 
-def test_a_record_without_anything_is_a_reason(out: Path) -> None:
-    (out / "runs" / "good_r1" / CEILING_FILE).write_text(canonical_json(CeilingRecord()))
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"ceiling": None}, ONE_OF_TWO),
+        ({"reason": "it failed"}, ONE_OF_TWO),
+        ({"ceiling": None, "reason": ""}, "ceiling.json: reason: string should have at least 1 character, found ''"),
+    ],
+)
+def test_a_record_is_a_measurement_or_a_reason(change: dict[str, Any], reason: str, out: Path) -> None:
+    (out / "runs" / "good_r1" / CEILING_FILE).write_text(canonical_json(record_of(out) | change))
     cell = next(item for item in read_evidence(out).cells if item.cell.id == "good_r1")
-    assert cell.ceiling_reason == "ceiling.json holds neither a measurement nor a reason"
+    assert (cell.status, cell.ceiling, cell.ceiling_reason) == ("measured", None, reason)
+
+
+def test_an_older_run_does_not_name_its_groups(out: Path) -> None:
+    path = out / "runs" / "good_r1" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["physics"]["groups"]
+    path.write_text(canonical_json(manifest))
+    edit(out, lambda found: found.update(groups=2))
+    cell = next(item for item in read_evidence(out).cells if item.cell.id == "good_r1")
+    assert cell.ceiling is not None and cell.ceiling_reason is None
+
+
+def test_the_page_says_not_measured_only_where_no_cell_has_a_record(out: Path) -> None:
+    missing = "The physics ceiling of the host was not measured"
+    edit(out, lambda found: found.update(profile="fast"))
+    for path in list(out.rglob(CEILING_FILE)):
+        write_manifest(out)
+        assert main(["report", str(out)]) == 0
+        page = (out / "report.md").read_text()
+        assert missing not in page and "- No correctness probe ran." in page
+        path.unlink()
+    write_manifest(out)
+    assert main(["report", str(out)]) == 0
+    assert f"- {missing} and no correctness probe ran." in (out / "report.md").read_text()
 
 
 def test_the_record_is_the_programs_output_and_nothing_else(session: Path) -> None:
