@@ -28,6 +28,7 @@ TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
 GROUPS = ("algo", "training", "env", "reward")
+MAX_STATES = 1000
 
 
 @dataclass
@@ -47,7 +48,8 @@ class TrainingConfig:
         no_play: skip video and export after training.
         export_onnx: export the policy after training.
         trace_enabled: write a timeline of both processes and the device.
-        record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none.
+        record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none,
+            1000 are the most.
     """
 
     task_name: str = "G1WalkFlat"
@@ -72,7 +74,9 @@ class TrainingConfig:
         """
         require(self.log_dir != "", "training.log_dir", "a path or null", self.log_dir)
         require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
-        require(self.record_states >= 0, "training.record_states", "0 or more", self.record_states)
+        require(
+            0 <= self.record_states <= MAX_STATES, "training.record_states", f"0 to {MAX_STATES}", self.record_states
+        )
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 

@@ -14,6 +14,7 @@ from unilab.channel import channel_bytes
 from unilab.config import RunConfig
 from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
 from unilab.physics.spec import PhysicsSpec
+from unilab.physics.states import recorded_iterations
 
 MEMORY_SHARE = 0.8
 GROUPS = Path("/sys/fs/cgroup")
@@ -65,7 +66,7 @@ def choose_cpus(cpu_ids: Sequence[int] | None) -> list[int] | None:
 
 
 def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device) -> None:
-    """Refuse a run whose slots or ring do not fit.
+    """Refuse a run whose slots, ring or recorded states do not fit.
 
     Raises:
         HostUnfit: naming what does not fit and both numbers.
@@ -73,12 +74,24 @@ def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device
     algo = config.algo
     ring = 4 * replay_width * (algo.num_envs * algo.replay_buffer_n + algo.updates_per_step * algo.batch_size)
     shared = device.type != "cuda"  # the CPU and MPS keep the ring in the host's memory
-    host = channel_bytes(spec, algo.num_envs) + (ring if shared else 0)
-    what = "the ingress slots and the replay ring" if shared else "the ingress slots"
-    _require_fit(what, host, available_memory(), "algo.num_envs, algo.replay_buffer_n")
+    parts = {
+        "the ingress slots": channel_bytes(spec, algo.num_envs),
+        "the recorded states": _recorded_bytes(config, spec),
+        "the replay ring": ring if shared else 0,
+    }
+    what = " and ".join(name for name, size in parts.items() if size)
+    keys = "algo.num_envs, algo.replay_buffer_n" + (", training.record_states" if "states" in what else "")
+    _require_fit(what, sum(parts.values()), available_memory(), keys)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         _require_fit("the replay ring on the device", ring, free, "algo.replay_buffer_n, algo.num_envs")
+
+
+def _recorded_bytes(config: RunConfig, spec: PhysicsSpec) -> int:
+    """What `StateRecorder` takes in the collector, at most: float64 states and model fields of every snapshot."""
+    count = len(recorded_iterations(config.algo.max_iterations, config.training.record_states))
+    width = spec.state_bound + sum(width for _, width in spec.model_fields)
+    return 8 * count * config.algo.num_envs * width
 
 
 def available_memory(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:

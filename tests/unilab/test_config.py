@@ -125,6 +125,8 @@ def test_unknown_names(names: dict[str, str], message: str) -> None:
         ("training.sim_backend=mjwarp", "training.sim_backend must be mujoco (--sim chooses), got 'mjwarp'"),
         ("training.logger=wandb", "training.logger must be tensorboard or none, got 'wandb'"),
         ("training.log_interval=0", "training.log_interval must be at least 1, got 0"),
+        ("training.record_states=-1", "training.record_states must be 0 to 1000, got -1"),
+        ("training.record_states=1001", "training.record_states must be 0 to 1000, got 1001"),
         ("training.log_dir=", "training.log_dir must be a path or null, got ''"),
         ("env.physics_profile=faster", "env.physics_profile must be reference or exact or fast, got 'faster'"),
         ("env.reset_yaw=[1]", "env.reset_yaw must be [low, high] with low <= high, got [1.0]"),

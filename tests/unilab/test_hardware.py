@@ -214,6 +214,22 @@ def test_the_ring_must_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         check_memory(RunConfig(algo=SMALL), SPEC, 10, torch.device("cuda"))
 
 
+def test_recorded_states_are_counted_and_their_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 20 numbers of a state (1 + nq 2 + 3 x nv 1 + nu 2 + 6 x 2) and 2 gains, for each of 3 iterations."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
+    config = RunConfig(
+        algo=SacConfig(num_envs=4, replay_buffer_n=8, updates_per_step=2, batch_size=16, max_iterations=5),
+        training=TrainingConfig(record_states=8),
+    )
+    enough = -(-(24576 + 3 * 4 * (20 + 2) * 8) * 5 // 4)
+    monkeypatch.setattr(hardware, "available_memory", lambda: enough)
+    check_memory(config, SPEC, 10, torch.device("cuda"))
+    monkeypatch.setattr(hardware, "available_memory", lambda: enough - 1)
+    message = r"^the ingress slots and the recorded states need .*; lower .*, training\.record_states$"
+    with pytest.raises(HostUnfit, match=message):
+        check_memory(config, SPEC, 10, torch.device("cuda"))
+
+
 def test_both_numbers_and_the_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "available_memory", lambda: 3 * GIB)
     config = RunConfig(algo=SacConfig(num_envs=2**20, replay_buffer_n=64, updates_per_step=1, batch_size=1))

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
+        _check_output(arguments.output)
         found = measure_ceiling(
             _with_profile(load_states(arguments.states), arguments.profile),
             _cpu_ids(arguments.cpu_ids, arguments.workers),
@@ -61,17 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.c_loop,
             arguments.groups,
         )
+        text = json.dumps(found, sort_keys=True) + "\n"
+        if arguments.output is None:
+            sys.stdout.write(text)
+        else:
+            arguments.output.write_text(text, encoding="utf-8")
     except ValueError as error:
         return _refuse(str(error), EXIT_USAGE)
-    except (OSError, RuntimeError) as error:
-        return _refuse(str(error), EXIT_FAILED)
+    except (MemoryError, OSError, RuntimeError) as error:
+        return _refuse(str(error) or type(error).__name__, EXIT_FAILED)
     except KeyboardInterrupt:
         return _refuse("interrupted", EXIT_INTERRUPTED)
-    text = json.dumps(found, sort_keys=True) + "\n"
-    if arguments.output is None:
-        sys.stdout.write(text)
-    else:
-        arguments.output.write_text(text, encoding="utf-8")
     return EXIT_OK
 
 
@@ -92,19 +93,20 @@ def measure_ceiling(
 
     Raises:
         ValueError: if CPUs or states do not fit.
-        RuntimeError: if the engine raised, or the C loop computes other states than the pool.
+        RuntimeError: if the engine raised or reset a simulation, or the C loop computes other states than the pool.
     """
     began = time.monotonic()
     pool = MujocoPool(states.spec, states.num_envs, cpu_ids)
+    _check_width(states, pool)
     rows = row_groups(states.num_envs, groups)
     with contextlib.ExitStack() as stack:
         loop, reason = _c_loop(stack, states, pool) if c_loop else (None, None)
         stepper = stack.enter_context(Stepper(pool, states, rows, cpu_ids))
         own, plain = _rounds(stepper.round, seconds, None if loop is None else loop.round)
+        _require_sound(pool)
         if loop is not None:
             _require_same(pool, states, loop)
-    if pool.failure is not None:
-        raise RuntimeError(pool.failure)
+            _require_sound(pool)
     return {
         "schema_version": SCHEMA_VERSION,
         **own.summary(states.num_envs),
@@ -186,6 +188,24 @@ def _c_loop(stack: contextlib.ExitStack, states: States, pool: MujocoPool) -> tu
         return None, str(error)
 
 
+def _check_width(states: States, pool: MujocoPool) -> None:
+    """NumPy would spread a state of one number over all, and the C loop would read past the end of short ones."""
+    found, needed = (arrays["state"].shape[-1] for arrays in (states.arrays, pool.inputs()))
+    if found != needed:
+        raise ValueError(
+            f"the recorded states hold {found} numbers each, those of {states.spec.scene} have {needed}; "
+            "record them again with training.record_states=8"
+        )
+
+
+def _require_sound(pool: MujocoPool) -> None:
+    """Steps that end in a reset of the engine cost something else than those of the run."""
+    if pool.failure is not None:
+        raise RuntimeError(pool.failure)
+    if pool.untrusted:
+        raise RuntimeError(f"the engine warned of bad physics in {pool.untrusted} of {pool.num_envs} simulations")
+
+
 def _require_same(pool: MujocoPool, states: States, loop: CLoop) -> None:
     for index, iteration in enumerate(states.iterations):
         pool.restore(states.snapshot(index))
@@ -196,6 +216,15 @@ def _require_same(pool: MujocoPool, states: States, loop: CLoop) -> None:
 
 def _with_profile(states: States, profile: str | None) -> States:
     return states if profile is None else replace(states, spec=replace(states.spec, profile=profile))
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--output {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it first or name another file")
 
 
 def _cpu_ids(asked: list[int] | None, workers: int | None) -> list[int] | None:

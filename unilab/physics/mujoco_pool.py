@@ -172,6 +172,11 @@ class MujocoPool:
         self._batch.warning[rows] = 0
         self._failed[rows] = False
 
+    @property
+    def untrusted(self) -> int:
+        """Simulations with a bad-physics warning, or in which the engine raised, since they were last packed."""
+        return int(np.count_nonzero(sum(self._counters, start=self._failed)))
+
     def _reset(self, ids: Ids, rows: Floats) -> None:
         columns = self._reset_columns
         self._batch.state[ids] = self._default_state

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from unilab.validation import require
 
 ROBOTS = Path(__file__).parent.parent / "robots"
 
@@ -63,15 +66,37 @@ class PhysicsSpec:
         """Columns of a reset row."""
         return self.nq + self.nv + sum(width for _, width in self.model_fields)
 
+    @property
+    def state_bound(self) -> int:
+        """At least the numbers of an integration state, where no body hangs on another without a joint.
+
+        Time, qpos, qvel, warm start, controls, applied joint forces, and six applied forces for each body; those are
+        counted as one for each degree of freedom and the world. `MujocoPool` knows the exact number.
+        """
+        return 1 + self.nq + 3 * self.nv + self.nu + 6 * (self.nv + 1)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> PhysicsSpec:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: if a value has another type, or is no possible size or time.
+            KeyError, TypeError: if `values` has other keys or another form.
+        """
         pairs = {key: tuple((name, width) for name, width in values[key]) for key in ("sensors", "model_fields")}
-        return cls(**{**values, **pairs})
+        spec = cls(**{**values, **pairs})
+        named = (*spec.sensors, *spec.model_fields)
+        for text in (spec.scene, spec.profile, *(name for name, _ in named)):
+            require(isinstance(text, str), "a name", "text", text)
+        for name, size in (*((key, getattr(spec, key)) for key in ("decimation", "nq", "nv", "nu")), *named):
+            require(type(size) is int and size > 0, name, "an integer above 0", size)
+        time = spec.timestep
+        require(type(time) in (int, float) and 0 < time < math.inf, "timestep", "positive and finite", time)
+        return spec
 
 
 def row_groups(num_envs: int, groups: int) -> list[slice]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
+import warnings
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unilab.physics.spec import PhysicsSpec
+from unilab.validation import require
 
 if TYPE_CHECKING:  # the learner plans recordings without importing the engine
     from unilab.physics.mujoco_pool import MujocoPool, Values
 
 FORMAT = 1
+MAX_DECIMATION = 1000  # a step of a file that asks for more might never end
 _META = "meta"
 
 
@@ -90,11 +93,14 @@ class StateRecorder:
         }
         arrays = {name: values if whole.size == len(values) else values[whole] for name, values in self._arrays.items()}
         temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **{_META: np.array(json.dumps(meta))}, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                np.savez(file, allow_pickle=False, **{_META: np.array(json.dumps(meta))}, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def recorded_iterations(iterations: int, count: int) -> list[int]:
@@ -114,7 +120,7 @@ def recorded_iterations(iterations: int, count: int) -> list[int]:
 
 
 def load_states(path: Path) -> States:
-    """Read a file of snapshots.
+    """Read a file of snapshots. The width of `state` is for `MujocoPool` to judge, which knows the robot.
 
     Raises:
         ValueError: one line, if there is no such file, or it is damaged or of another kind.
@@ -124,14 +130,22 @@ def load_states(path: Path) -> States:
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("it is no archive, or its end is missing")
-        with np.load(path, allow_pickle=False) as file:
-            content = {name: file[name] for name in file.files}
-        return _states(content)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        what = " ".join(str(error).split())
+        return _states(_content(path))
+    except Exception as error:  # a file made by others can make the readers of archive, header and JSON raise anything
+        what = textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
         raise ValueError(
             f"{path} holds no recorded physics ({what}); record it again with training.record_states=8"
         ) from None
+
+
+def _content(path: Path) -> dict[str, Values]:
+    with zipfile.ZipFile(path) as archive:  # `write` compresses nothing, and what is not compressed cannot explode
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise ValueError("it is compressed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of a header that only an old version would write
+        with np.load(path, allow_pickle=False) as file:
+            return {name: np.ascontiguousarray(file[name]) if name != _META else file[name] for name in file.files}
 
 
 def _states(content: dict[str, Values]) -> States:
@@ -141,6 +155,9 @@ def _states(content: dict[str, Values]) -> States:
     if meta["format"] != FORMAT:
         raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
     spec, iterations = PhysicsSpec.from_json(meta["spec"]), tuple(meta["iterations"])
+    require(spec.decimation <= MAX_DECIMATION, "decimation", f"at most {MAX_DECIMATION}", spec.decimation)
+    if not all(type(value) is int and value > 0 for value in iterations) or sorted(set(iterations)) != [*iterations]:
+        raise ValueError(f"its iterations are not ascending and above 0: {iterations}")
     widths = {"state": None, **dict(spec.model_fields)}
     if set(content) != set(widths) or not iterations:
         raise ValueError(f"it has {', '.join(sorted(content)) or 'nothing'} of {len(iterations)} snapshots")
@@ -148,4 +165,6 @@ def _states(content: dict[str, Values]) -> States:
         shape, leading = content[name].shape, (len(iterations), meta["num_envs"])
         if len(shape) != 3 or shape[:2] != leading or width not in (None, shape[2]) or content[name].dtype != float:
             raise ValueError(f"{name} is {content[name].dtype} {shape}, not float64 {leading} of {width or 'states'}")
+        if not content[name].size or not np.isfinite(content[name]).all():
+            raise ValueError(f"{name} is empty or not finite")
     return States(spec, iterations, content)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_states import ENVS, recorded
+from test_states import ENVS, changed, recorded, rewrite
 
 from unilab.physics import c_loop, ceiling
 from unilab.physics.c_loop import CLoop
@@ -159,6 +159,50 @@ def test_wrong_requests_are_one_line_and_exit_code_2(arguments: list[str], messa
     result = program(*states, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [1, 356, 358])
+@pytest.mark.parametrize("options", [(), ("--c-loop",)], ids=["pool", "c_loop"])
+def test_states_of_another_width_are_refused(width: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    recorded(path, steps=1)
+    rewrite(path, state=np.zeros((1, ENVS, width)))
+    result = program("--states", str(path), "--seconds", "0.1", *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"ceiling: the recorded states hold {width} numbers each, those of unitree_g1/scene_flat.xml have 357; "
+        "record them again with training.record_states=8\n"
+    )
+
+
+def test_a_hostile_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    recorded(path, steps=1)
+    rewrite(path, spec={"decimation": 10**9})
+    result = program("--states", str(path), "--seconds", "0.1")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "decimation must be at most 1000" in result.stderr
+
+
+def test_physics_that_the_engine_resets_has_no_rate(tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    recorded(path, steps=1)
+    rewrite(path, **changed(path, "state", (0, 2, 8), 1e300))
+    result = program("--states", str(path), "--seconds", "0.1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"ceiling: the engine warned of bad physics in 1 of {ENVS} simulations\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(".", " is a folder; name a file"), ("no/c.json", "there is no folder ")]
+)
+def test_an_output_that_cannot_be_written_is_refused_before_measuring(
+    name: str, message: str, states_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: pytest.fail("it measured"))
+    assert ceiling.main(["--states", str(states_file), "--output", str(tmp_path / name)]) == 2
+    found = capsys.readouterr().err
+    assert message in found and found.count("\n") == 1
 
 
 def test_the_program_imports_no_torch() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,27 @@ def test_json_round_trip() -> None:
     text = json.dumps(SPEC.to_json())
     assert PhysicsSpec.from_json(json.loads(text)) == SPEC
     assert hash(PhysicsSpec.from_json(json.loads(text))) == hash(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scene": 3}, "a name must be text, got 3"),
+        ({"profile": None}, "a name must be text, got None"),
+        ({"sensors": [[["gyro"], 3]]}, "a name must be text, got ['gyro']"),
+        ({"sensors": [["gyro", "3"]]}, "gyro must be an integer above 0, got '3'"),
+        ({"model_fields": [["kp", 0]]}, "kp must be an integer above 0, got 0"),
+        ({"decimation": 1.5}, "decimation must be an integer above 0, got 1.5"),
+        ({"decimation": True}, "decimation must be an integer above 0, got True"),
+        ({"nq": "7"}, "nq must be an integer above 0, got '7'"),
+        ({"timestep": float("nan")}, "timestep must be positive and finite, got nan"),
+        ({"timestep": float("inf")}, "timestep must be positive and finite, got inf"),
+        ({"timestep": "0.01"}, "timestep must be positive and finite, got '0.01'"),
+    ],
+)
+def test_values_that_describe_no_physics_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PhysicsSpec.from_json({**SPEC.to_json(), **change})
 
 
 def test_robots_are_package_data() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -97,6 +102,101 @@ def test_only_whole_snapshots_are_written(tmp_path: Path) -> None:
 )
 def test_snapshots_are_evenly_spaced_in_the_second_half(iterations: int, count: int, expected: list[int]) -> None:
     assert recorded_iterations(iterations, count) == expected
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        recorded(tmp_path / "states.npz", steps=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_state_of_a_robot_is_no_wider_than_its_bound() -> None:
+    width = MujocoPool(G1, 1).inputs()["state"].shape[1]
+    assert width <= G1.state_bound < 1.1 * width
+
+
+def rewrite(path: Path, meta: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **arrays: Any) -> None:
+    """Change values of a file in place."""
+    with np.load(path) as file:
+        content = dict(file)
+    found = json.loads(str(content["meta"]))
+    found.update(meta or {})
+    found["spec"].update(spec or {})
+    content.update(arrays, meta=np.array(json.dumps(found)))
+    np.savez(path, **content)
+
+
+def changed(path: Path, name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
+    with np.load(path) as file:
+        values = file[name]
+    values[at] = value
+    return {name: values}
+
+
+def hostile(path: Path, header: str) -> None:
+    """Give `kp` a header of its own, and nothing after it."""
+    with np.load(path) as file:
+        np.savez(path, **{name: file[name] for name in file.files if name != "kp"})
+    text = header.encode().ljust(117) + b"\n"
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("kp.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+
+
+HEADER = "{'descr': '<f8', 'fortran_order': False, 'shape': %s}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: rewrite(path, **changed(path, "state", (0, 1, 7), np.nan)), "state is empty or not finite"),
+        (lambda path: rewrite(path, **changed(path, "kd", (1, 0, 3), -np.inf)), "kd is empty or not finite"),
+        (lambda path: rewrite(path, state=np.zeros((2, ENVS, 0))), "state is empty or not finite"),
+        (lambda path: rewrite(path, state=np.zeros((2, ENVS, 357), np.float32)), "state is float32 (2, 6, 357), not"),
+        (lambda path: rewrite(path, kp=np.zeros((2, ENVS, 1))), "kp is float64 (2, 6, 1), not"),
+        (lambda path: rewrite(path, kp=np.zeros((2, 29))), "kp is float64 (2, 29), not"),
+        (lambda path: rewrite(path, spec={"timestep": float("nan")}), "timestep must be positive and finite, got nan"),
+        (lambda path: rewrite(path, spec={"decimation": 1001}), "decimation must be at most 1000, got 1001"),
+        (lambda path: rewrite(path, spec={"nq": None}), "nq must be an integer above 0, got None"),
+        (lambda path: rewrite(path, spec={"more": 1}), "unexpected keyword argument 'more'"),
+        (lambda path: rewrite(path, {"spec": {}}), "('sensors')"),
+        (lambda path: rewrite(path, {"iterations": [11, 10]}), "not ascending and above 0: (11, 10)"),
+        (lambda path: rewrite(path, {"iterations": [10, 10]}), "not ascending and above 0: (10, 10)"),
+        (lambda path: rewrite(path, {"iterations": [0, 1]}), "not ascending and above 0: (0, 1)"),
+        (lambda path: rewrite(path, {"iterations": [1.0, 2.0]}), "not ascending and above 0: (1.0, 2.0)"),
+        (lambda path: rewrite(path, {"iterations": "ab"}), "not ascending and above 0: ('a', 'b')"),
+        (lambda path: rewrite(path, {"iterations": 3}), "'int' object is not iterable"),
+        (lambda path: np.savez(path, meta=np.array("[" * 100_000)), "recursion"),
+        (lambda path: np.savez_compressed(path, meta=np.array("{}")), "it is compressed"),
+        (lambda path: hostile(path, HEADER % "(99999999999999,)"), "Unable to allocate"),
+        (lambda path: hostile(path, HEADER % "(9999999999999999999999,)"), "Python int too large"),
+        (lambda path: hostile(path, HEADER % "(-1, 6, 29)"), "negative dimensions"),
+        (lambda path: hostile(path, HEADER % "(10L,)"), "additional header parsing"),
+        (lambda path: hostile(path, HEADER.replace("'<f8'", "(('<f8', 3),)") % "(2,)"), "tuple index out of range"),
+        (lambda path: hostile(path, "-" * 5000 + "1"), ""),  # each version of Python has its own words
+        (lambda path: hostile(path, "(" * 5000), ""),
+    ],
+)
+def test_hostile_files_are_refused_in_one_line(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    recorded(path, steps=2)
+    change(path)
+    with pytest.raises(ValueError, match="holds no recorded physics") as caught:
+        load_states(path)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_arrays_in_fortran_order_are_read_as_the_same_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    recorded(path, steps=2)
+    before = load_states(path).arrays
+    rewrite(path, **{name: np.asfortranarray(values) for name, values in before.items()})
+    after = load_states(path).arrays
+    assert all(np.array_equal(after[name], values) for name, values in before.items())
+    assert all(values.flags.c_contiguous for values in after.values())
 
 
 def write_foreign(path: Path, kind: str) -> None:
