@@ -28,7 +28,7 @@ CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_S
 NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
 PINNING = "env.cpu_ids="
 CEILING_SNAPSHOTS = 8  # states of a run that its ceiling is measured on
-CEILING_ESTIMATE_SECONDS = 3.0  # of one measurement, for the plan's estimate only
+CEILING_ESTIMATE_SECONDS = {True: 3.0, False: 10.0}  # of one measurement by smoke, for the plan's estimate only
 # What `Redactor` puts for a name or a path: it stands for any word, and for anything that begins like a path.
 PLACEHOLDER = re.compile(r"<(?:(?P<name>user|host)|home|project|python)>")
 
@@ -144,7 +144,7 @@ def make_plan(
     _check_ids(cells)
     able = [cell for cell in cells if cell.skip_reason is None]
     each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
-    ceilings = CEILING_ESTIMATE_SECONDS * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
+    ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -13,6 +13,7 @@ from unilab.channel import SLOTS, Channel
 from unilab.environment import Environment
 
 DEVICE_TIMEOUT = 120.0
+POLL_SECONDS = 2e-5  # the CPU is not spun: its hardware may be shared with a physics worker
 
 
 class DeviceExchange:
@@ -150,7 +151,7 @@ def wait_event(event: torch.cuda.Event, waiting_for: str, timeout: float = DEVIC
     while not event.query():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout:g} s for {waiting_for}, the device did not finish")
-        time.sleep(0)  # yields the interpreter; a real sleep would add up to 0.1 ms to every tick
+        time.sleep(POLL_SECONDS)
 
 
 def _pin(part: Tensor) -> int:

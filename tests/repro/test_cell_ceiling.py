@@ -162,7 +162,7 @@ def test_several_ranks_have_no_ceiling_yet(tmp_path: Path) -> None:
 def test_the_plan_records_states_and_counts_the_time() -> None:
     plain, asked = (make_plan(toy_matrix(ceiling=on), *make_host(), SOURCE) for on in (False, True))
     measured = sum(not cell.warmup for cell in asked.cells)
-    assert asked.estimated_seconds - plain.estimated_seconds == pytest.approx(CEILING_ESTIMATE_SECONDS * measured)
+    assert asked.estimated_seconds - plain.estimated_seconds == pytest.approx(CEILING_ESTIMATE_SECONDS[True] * measured)
     assert all("training.record_states=8" in cell.arguments for cell in asked.cells)
     assert not any("training.record_states=8" in cell.arguments for cell in plain.cells)
     hashes = [{cell.content_sha256 for cell in plan.cells} for plan in (plain, asked)]
@@ -172,7 +172,7 @@ def test_the_plan_records_states_and_counts_the_time() -> None:
 
 
 def test_the_shipped_matrices_measure_their_ceiling() -> None:
-    assert all(load_matrix(name).ceiling for name in ("single", "smoke"))
+    assert all(load_matrix(name).ceiling for name in ("single", "smoke", "learning"))
 
 
 def test_an_interrupt_during_the_ceiling_ends_the_session_and_keeps_the_cell(

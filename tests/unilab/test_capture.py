@@ -370,9 +370,9 @@ def test_compiled_phases_equal_eager_ones(compiling: None, monkeypatch: pytest.M
     assert max(apart.values(), default=0.0) < 1e-5
     errors = update_errors(compiled, eager, compiled.update.run)
     assert max(errors.values()) < 1e-5, errors  # rounding as well; measured 1.4e-7
-    # Act: after the transition, actor. Update: next actions whatever their number of rows, critic, actor, and the steps
-    # of the last two.
-    assert counters["stats"]["unique_graphs"] == 7
+    # Act: after the transition, summary, actor. Update: next actions whatever their number of rows, critic, actor, and
+    # the steps of the last two.
+    assert counters["stats"]["unique_graphs"] == 8
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
