@@ -68,7 +68,7 @@ def learn(rank: int, world_size: int, store: Path, out: Path) -> None:
 def skips(learner: SacLearner, registry: StateRegistry, rank: int) -> list[dict[str, Any]]:
     """States around updates in which one rank's batch has a bad number, and the update after."""
     found = []
-    for victim, name, value in ((0, "reward", torch.inf), (1, "obs", torch.nan), (1, "critic", -torch.inf)):
+    for victim, name, value in ((0, "critic", torch.inf), (1, "obs", torch.nan), (1, "reward", torch.nan)):
         before = copy.deepcopy(registry.snapshot())
         batch, noise, actor_noise = draws(1000 * rank + 500)
         update(learner, spoil(batch, name, value) if rank == victim else batch, noise, actor_noise)
