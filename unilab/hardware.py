@@ -12,7 +12,9 @@ import torch
 
 from unilab.channel import channel_bytes
 from unilab.config import RunConfig
+from unilab.gpus import find_gpus
 from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
+from unilab.physics.pools import POOLS_KEY, TooFewCpusError, Topology, gpu_node, plan_pools, read_topology
 from unilab.physics.spec import PhysicsSpec
 
 MEMORY_SHARE = 0.8
@@ -46,22 +48,54 @@ def choose_device(config: RunConfig) -> torch.device:
     )
 
 
-def choose_cpus(cpu_ids: Sequence[int] | None) -> list[int] | None:
-    """CPUs of the physics workers: the asked ones, else all allowed ones less one for the learner.
+def choose_cpus(
+    config: RunConfig, rank: int = 0, world_size: int = 1, gpus: Sequence[str | None] = ()
+) -> list[int] | None:
+    """CPUs of a rank's physics workers: the asked ones, else its share of the allowed ones less one for the learner.
+
+    Args:
+        config: the run.
+        rank: whose CPUs.
+        world_size: number of ranks.
+        gpus: entry of CUDA_VISIBLE_DEVICES of every rank, None where a rank has none.
 
     Returns:
         The list, or None where threads cannot be pinned.
 
     Raises:
-        ValueError: for a list that is empty, repeats a CPU or leaves the allowed mask.
+        ValueError: for a list that is empty, repeats a CPU, leaves the allowed mask, overlaps another, or is not one
+            of as many as there are ranks.
+        HostUnfit: for more ranks than CPUs.
     """
-    if cpu_ids is not None:
-        check_cpu_ids(cpu_ids)
-        return list(cpu_ids)
-    if not LINUX:
+    single, pools = config.env.cpu_ids, config.training.dp_collector_cpu_ids
+    if single is not None:
+        if pools is not None or world_size > 1:
+            rival = f"{POOLS_KEY} is set" if pools is not None else f"there are {world_size} ranks"
+            raise ValueError(f"env.cpu_ids={list(single)} is for a single rank and {rival}; give {POOLS_KEY} alone")
+        check_cpu_ids(single)
+        return list(single)
+    if pools is None and not LINUX:
         return None
-    allowed = allowed_cpus()
-    return allowed[1:] if len(allowed) > 1 else allowed
+    topology = read_topology()
+    try:
+        return plan_pools(topology, allowed_cpus(), world_size, _gpu_nodes(gpus, topology), pools)[rank]
+    except TooFewCpusError as error:
+        raise HostUnfit(f"{error}; start fewer ranks or allow more CPUs") from None
+
+
+def _gpu_nodes(entries: Sequence[str | None], topology: Topology) -> list[int | None]:
+    """NUMA node of each rank's GPU."""
+    gpus, _ = find_gpus([entry or "" for entry in entries]) if any(entries) else ([None] * len(entries), None)
+    return [None if gpu is None else gpu_node(gpu.bus_id, topology) for gpu in gpus]
+
+
+def visible_entry(device: torch.device) -> str | None:
+    """Entry of CUDA_VISIBLE_DEVICES that a CUDA device stands for, or None on another device."""
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device) -> None:

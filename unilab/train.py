@@ -78,13 +78,13 @@ def train(algo: str, task: str, sim: str, overrides: Sequence[str], argv: list[s
 def _prepare_and_run(config: RunConfig, argv: list[str]) -> int:
     import torch
 
-    from unilab.hardware import HostUnfit, choose_cpus, choose_device, learner_threads
+    from unilab.hardware import HostUnfit, choose_cpus, choose_device, learner_threads, visible_entry
     from unilab.run_dir import RunDirectory, choose_run_dir
     from unilab.runner import Runner, build_task
 
     try:
         device = choose_device(config)
-        cpu_ids = choose_cpus(config.env.cpu_ids)
+        cpu_ids = choose_cpus(config, gpus=[visible_entry(device)])
         path = choose_run_dir(config, 1, datetime.now())
         torch.set_num_threads(learner_threads())
         task = build_task(config, device)

@@ -44,6 +44,7 @@ SMALL = [
     "algo.num_atoms=11",
     "algo.max_iterations=15",
 ]
+POOLS = "training.dp_collector_cpu_ids"
 CPUS = sorted(os.sched_getaffinity(0))
 FILES = {"config.json", "command.json", "manifest.json", "progress.jsonl", "run_end.json"}
 
@@ -480,6 +481,10 @@ def bare_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (["training.smoke=true", "training.log_dir=full/file/run"], 2, "cannot make the run directory full/file/run"),
         (["training.smoke=true", "env.cpu_ids=[99999]"], 2, "CPU 99999, which this process may not use; allowed: "),
         (["training.smoke=true", "env.cpu_ids=[]"], 2, r"env.cpu_ids=\[\] names no CPU"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank; give one"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]},{CPUS[0]}]]"], 2, "names CPU . twice; list each CPU once"),
+        (["training.smoke=true", f"{POOLS}=[0,1]"], 2, r"per rank, got \[0,1\]; for two ranks type "),
+        (["training.smoke=true", f"{POOLS}=[[0]]", "env.cpu_ids=[0]"], 2, "is for a single rank and training.dp_"),
         (["training.smoke=true", "env.sim_dt=0.007"], 2, "ctrl_dt must be a whole number of sim_dt steps"),
         (
             ["training.smoke=true", "algo.num_envs=500000000"],
