@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -44,6 +45,7 @@ class DataParallel:
         self.backend: str | None = None
         self.warmed_up = False
         self.collectives = 0
+        self._store: Store | None = None
         if world_size > 1:  # compiled steps stop before it and go on after it
             self._average = torch.compiler.disable(self._all_reduce_mean)
 
@@ -70,8 +72,9 @@ class DataParallel:
         """
         group = cls(rank, world_size)
         if world_size > 1:
-            store = _store(store_file, world_size, timeout)
-            _check_in(store, rank, world_size, timeout)
+            group._store = store = _store(store_file, world_size, timeout)
+            store.set(f"here/{rank}", "")
+            _wait_for(store, "here", rank, world_size, timeout)
             group.backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 group.backend,
@@ -103,6 +106,20 @@ class DataParallel:
         rows[self.rank].copy_(values)
         dist.all_reduce(rows)
         return rows
+
+    def collect(self, facts: dict[str, Any], timeout: float = START_TIMEOUT) -> list[dict[str, Any]]:
+        """JSON facts of every rank, in order, on rank 0; the others give theirs and get them back alone. Once a run.
+
+        Raises:
+            TimeoutError: naming the ranks that gave none.
+        """
+        if self._store is None:
+            return [facts]
+        self._store.set(f"facts/{self.rank}", json.dumps(facts))
+        if self.rank:
+            return [facts]
+        _wait_for(self._store, "facts", self.rank, self.world_size, timeout)
+        return [json.loads(self._store.get(f"facts/{rank}")) for rank in range(self.world_size)]
 
     def facts(self, collectives: int, captured: bool) -> dict[str, Any]:
         """`dp_sync` of the manifest.
@@ -159,11 +176,10 @@ def _store(file: Path | None, world_size: int, timeout: float) -> Store:
     return FileStore(str(file.absolute()), world_size)
 
 
-def _check_in(store: Store, rank: int, world_size: int, timeout: float) -> None:
-    """Wait until every rank is there; a wait that Python can interrupt, and that says who is missing."""
-    store.set(f"here/{rank}", "")
+def _wait_for(store: Store, what: str, rank: int, world_size: int, timeout: float) -> None:
+    """Wait until every rank has set `what`; a wait that Python can interrupt, and that says who is missing."""
     missing, deadline = list(range(world_size)), time.monotonic() + timeout
-    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
+    while missing := [other for other in missing if not store.check([f"{what}/{other}"])]:
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
             raise TimeoutError(f"rank {rank} waited {timeout:g} s for {world_size} ranks; not there: {names}")

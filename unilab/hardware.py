@@ -16,6 +16,7 @@ from unilab.gpus import find_gpus
 from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
 from unilab.physics.pools import POOLS_KEY, TooFewCpusError, Topology, gpu_node, plan_pools, read_topology
 from unilab.physics.spec import PhysicsSpec
+from unilab.ranks import VISIBLE_DEVICES
 
 MEMORY_SHARE = 0.8
 GROUPS = Path("/sys/fs/cgroup")
@@ -26,26 +27,38 @@ class HostUnfit(RuntimeError):  # noqa: N818 - says what is the matter
     """This host cannot do what was asked; one line says what is missing."""
 
 
-def choose_device(config: RunConfig) -> torch.device:
+def choose_device(config: RunConfig, world_size: int = 1) -> torch.device:
     """The learner's device.
 
+    Args:
+        config: the run.
+        world_size: number of ranks, each of which sees its own device alone.
+
     Returns:
-        The CPU in smoke mode, else `cuda:0` of the visible devices (or the one `training.devices` picks), else MPS.
+        The CPU in smoke mode, else the first visible CUDA device, else MPS.
 
     Raises:
         HostUnfit: where training cannot run.
-        ValueError: where the visible or chosen devices ask for more than one rank.
     """
     if config.training.smoke:
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", _cuda_index(config.training.devices))
+        return torch.device("cuda", 0)
     if torch.backends.mps.is_available():
+        if world_size > 1:
+            raise HostUnfit(
+                f"{world_size} ranks need CUDA devices, found MPS, which trains one; unset {VISIBLE_DEVICES}"
+            )
         return torch.device("mps")
     found = "found an XPU, which is not supported" if torch.xpu.is_available() else "found neither"
     raise HostUnfit(
         f"training needs a CUDA or MPS device, {found}; to see the whole path work on the CPU add training.smoke=true"
     )
+
+
+def device_count() -> int:
+    """CUDA devices this process sees."""
+    return torch.cuda.device_count()
 
 
 def choose_cpus(
@@ -98,8 +111,8 @@ def visible_entry(device: torch.device) -> str | None:
     return str(index) if visible is None else visible.split(",")[index].strip()
 
 
-def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device) -> None:
-    """Refuse a run whose slots or ring do not fit.
+def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device, ranks: int = 1) -> None:
+    """Refuse a run whose slots or ring do not fit, where `ranks` of them share the host's memory.
 
     Raises:
         HostUnfit: naming what does not fit and both numbers.
@@ -109,7 +122,7 @@ def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device
     shared = device.type != "cuda"  # the CPU and MPS keep the ring in the host's memory
     host = channel_bytes(spec, algo.num_envs) + (ring if shared else 0)
     what = "the ingress slots and the replay ring" if shared else "the ingress slots"
-    _require_fit(what, host, available_memory(), "algo.num_envs, algo.replay_buffer_n")
+    _require_fit(what, host * ranks, available_memory(), "algo.num_envs, algo.replay_buffer_n")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         _require_fit("the replay ring on the device", ring, free, "algo.replay_buffer_n, algo.num_envs")
@@ -147,27 +160,10 @@ def _group_room(group: Path) -> float:
     return limit - used + int(statistics.get("inactive_file", 0))
 
 
-def learner_threads() -> int:
-    """Torch threads of the learner: an eighth of the allowed CPUs, between 2 and 8, or 1 below four CPUs."""
-    cpus = len(allowed_cpus())
+def learner_threads(ranks: int = 1) -> int:
+    """Torch threads of one of the host's learners: an eighth of its CPUs, between 2 and 8, or 1 below four CPUs."""
+    cpus = len(allowed_cpus()) // ranks
     return 1 if cpus < 4 else min(8, max(2, cpus // 8))
-
-
-def _cuda_index(devices: Sequence[int] | None) -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    if devices is not None:
-        print("training.devices is deprecated: choose GPUs with CUDA_VISIBLE_DEVICES")
-        if len(devices) != 1 or not 0 <= devices[0] < count:
-            raise ValueError(f"training.devices={list(devices)}: one of the {count} visible devices is needed")
-        return devices[0]
-    if visible is not None and count > 1:
-        raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={visible} makes {count} ranks, this version trains one; set it to one entry"
-        )
-    if count > 1:
-        print(f"{count} GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first")
-    return 0
 
 
 def _require_fit(what: str, needed: int, available: int, keys: str) -> None:

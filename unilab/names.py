@@ -13,6 +13,7 @@ PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
 STATES_FILE = "physics_states.npz"
+MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
@@ -33,6 +34,7 @@ ACTION_WAIT_MS = "Perf/collector_learner_action_wait_ms"
 APPLY_MS = "Perf/collector_env_step_apply_action_ms"
 BACKEND_MS = "Perf/collector_env_step_backend_ms"
 PACK_MS = "Perf/collector_replay_write_ms"
+INVALID_ROWS = "Train/invalid_rows"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"

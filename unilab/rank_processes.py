@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _LOOK_SECONDS = 0.2
 _CAUSE_SECONDS = 0.3  # several ranks fail within this time of each other: the cause is among them
 _VERDICT_SECONDS = 1.0  # from an error of rank 0 to the news that it came from another rank
 _INTERRUPT = signal.SIGUSR1
+_MESSAGE_END = "\0"  # what follows is for the person who looks for the fault
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - says what happened
@@ -44,14 +46,15 @@ class _Child:
     report: int
     said: bytes = b""
 
-    def symptom(self) -> tuple[int, str] | None:
-        """How it failed, with a number that is lower the likelier this is the cause; None while all is well."""
+    def symptom(self) -> tuple[int, str, str] | None:
+        """How likely its failure is the cause, 0 most; the failure; where it arose. None while all is well."""
         code = self.process.poll()
+        message, _, trace = self.said.decode(errors="replace").partition(_MESSAGE_END)
         if code is not None and code < 0:
-            return 0, f"rank {self.rank} {ending(code)}"
-        if self.said:
-            return 1, f"rank {self.rank} failed: {self.said.decode(errors='replace').strip()}"
-        return (2, f"rank {self.rank} {ending(code)}") if code else None
+            return 0, f"rank {self.rank} {ending(code)}", ""
+        if message:
+            return 1, f"rank {self.rank} failed: {message}", trace
+        return (2, f"rank {self.rank} {ending(code)}", "") if code else None
 
 
 class RankProcesses:
@@ -64,7 +67,7 @@ class RankProcesses:
         last_words: called with a failure's message before rank 0's process is ended because it hangs.
 
     Attributes:
-        failure: what the first rank that failed died of.
+        failure: the failure of the rank that failed first.
     """
 
     def __init__(
@@ -74,14 +77,14 @@ class RankProcesses:
         store: Path,
         last_words: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.failure: str | None = None
+        self.failure: RankFailed | None = None
         self._store, self._last_words = store, last_words
         self._lock, self._over, self._watching = threading.Lock(), threading.Event(), False
         self._closing = self._abandoned = False
         self._children: list[_Child] = []
         try:
             for rank in range(1, len(entries)):
-                self._children.append(_start(command, rank, len(entries), entries[rank], store))
+                self._children.append(_start(command, rank, entries, store))
         except BaseException:
             self._end()
             raise
@@ -121,25 +124,25 @@ class RankProcesses:
         try:
             self._watching = True
             if self.failure is not None:
-                raise RankFailed(self.failure)
+                raise self.failure
             yield
         except BaseException as error:
             self._watching = False
             cause = self._cause(error)
-            self._abandon(cause or f"{type(error).__name__}: {error}")
-            if cause is not None and not isinstance(error, RankFailed):
-                raise RankFailed(cause) from error
+            self._abandon(str(cause or f"{type(error).__name__}: {error}"))
+            if cause is not None and cause is not error:
+                raise cause from error
             raise
         finally:
             self._watching = False
             signal.signal(_INTERRUPT, previous)
 
     def _raise_failure(self, *_: object) -> None:
-        if self._watching:
+        if self._watching and self.failure is not None:
             self._watching = False
-            raise RankFailed(self.failure)
+            raise self.failure
 
-    def _cause(self, error: BaseException) -> str | None:
+    def _cause(self, error: BaseException) -> RankFailed | None:
         """The failure of another rank that an error of this one follows from, if there is one."""
         if isinstance(error, Exception):  # not of an interrupt
             deadline = time.monotonic() + _VERDICT_SECONDS
@@ -154,14 +157,14 @@ class RankProcesses:
             if self._symptoms():
                 time.sleep(_CAUSE_SECONDS)
                 self._listen(0.0)
-                return self._declare(self._symptoms()[0][1])
+                return self._declare(self._symptoms()[0])
             if all(child.process.poll() is not None for child in self._children):
                 return None
         return None
 
-    def _symptoms(self) -> list[tuple[int, str]]:
+    def _symptoms(self) -> list[RankFailed]:
         """What is wrong with the children, the likeliest cause first."""
-        return sorted(filter(None, (child.symptom() for child in self._children)))
+        return [_failure(*found[1:]) for found in sorted(filter(None, (child.symptom() for child in self._children)))]
 
     def _listen(self, timeout: float) -> None:
         """Read what the children say; returns early when one says something or dies."""
@@ -182,17 +185,17 @@ class RankProcesses:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # closed at its death, which is at hand
                     child.process.wait(_CAUSE_SECONDS)
 
-    def _declare(self, message: str) -> None:
+    def _declare(self, failure: RankFailed) -> None:
         with self._lock:
             if self._closing:
                 return
-            self.failure = message
+            self.failure = failure
         _kill(self._children)
         if self._watching:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _INTERRUPT)
-        self._abandon(message)
+        self._abandon(str(failure))
 
     def _abandon(self, message: str) -> None:
         """End the other ranks now, and this process if it has not ended by itself in time."""
@@ -224,7 +227,7 @@ class RankProcesses:
                 time.sleep(0.01)
         symptoms = self._symptoms()
         if self.failure or symptoms:
-            raise RankFailed(self.failure or symptoms[0][1])
+            raise self.failure or symptoms[0]
 
     def _end(self) -> None:
         with self._lock:
@@ -243,14 +246,14 @@ class RankSeat:
 
     Attributes:
         rank: its rank, from 1 on.
-        world_size: number of ranks.
+        entries: the device entry of every rank.
         store: file where the ranks meet.
         lifeline: descriptor whose end-of-file is the death of rank 0.
         report: descriptor that takes what this rank failed of.
     """
 
     rank: int
-    world_size: int
+    entries: tuple[str, ...]
     store: Path
     lifeline: int
     report: int
@@ -263,14 +266,16 @@ class RankSeat:
             The seat, and the arguments that are not about it.
         """
         parser = argparse.ArgumentParser(description="internal: started by rank 0", allow_abbrev=False)
-        for name in ("rank", "world-size", "lifeline-fd", "report-fd"):
+        for name in ("rank", "lifeline-fd", "report-fd"):
             parser.add_argument(f"--{name}", type=int, required=True)
         parser.add_argument("--store", type=Path, required=True)
+        parser.add_argument("--entries", required=True)
         args, rest = parser.parse_known_args(arguments)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to stop
         for descriptor in (args.lifeline_fd, args.report_fd):
             os.set_inheritable(descriptor, False)
-        seat = cls(args.rank, args.world_size, args.store, args.lifeline_fd, args.report_fd)
+        entries = tuple(args.entries.split(","))
+        seat = cls(args.rank, entries, args.store, args.lifeline_fd, args.report_fd)
         threading.Thread(target=seat._follow, name="lifeline", daemon=True).start()
         return seat, rest
 
@@ -280,9 +285,11 @@ class RankSeat:
         Returns:
             The exit code, where nobody came.
         """
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+        text = " ".join(message.split())[:4096] + _MESSAGE_END + trace[-16384:]
         with contextlib.suppress(OSError):  # rank 0 is gone as well
-            os.write(self.report, " ".join(text.split()).encode()[:4096])
+            os.write(self.report, text.encode(errors="replace"))
         time.sleep(ABANDON_TIMEOUT)
         return EXIT_FAILED
 
@@ -292,16 +299,23 @@ class RankSeat:
         os._exit(EXIT_FAILED)
 
 
-def _start(command: Sequence[str], rank: int, world_size: int, entry: str, store: Path) -> _Child:
+def _failure(message: str, trace: str) -> RankFailed:
+    failure = RankFailed(message)
+    if trace:
+        failure.add_note(trace)
+    return failure
+
+
+def _start(command: Sequence[str], rank: int, entries: Sequence[str], store: Path) -> _Child:
     child_follows, lifeline = os.pipe()
     report, child_reports = os.pipe()
-    seat = ["--rank", str(rank), "--world-size", str(world_size), "--store", str(store.absolute())]
+    seat = ["--rank", str(rank), f"--entries={','.join(entries)}", "--store", str(store.absolute())]
     seat += ["--lifeline-fd", str(child_follows), "--report-fd", str(child_reports)]
     try:
         process = subprocess.Popen(
             [*command, *seat],
             pass_fds=(child_follows, child_reports),
-            env={**child_environment(), VISIBLE_DEVICES: entry},
+            env={**child_environment(), VISIBLE_DEVICES: entries[rank]},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"  # a launcher's too; all ranks are on this host where it is missing
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -21,7 +22,8 @@ class Ranks:
         world_size: number of ranks.
         entries: visible device entry of every rank on this host; empty where none was chosen, then there is one rank
             on the first device there is.
-        local_rank: this process's position in `entries`.
+        local_rank: this process's number among those of this host.
+        local_size: ranks on this host.
         launched: whether a launcher such as torchrun started every rank; otherwise rank 0 starts the others.
     """
 
@@ -29,6 +31,7 @@ class Ranks:
     world_size: int = 1
     entries: tuple[str, ...] = ()
     local_rank: int = 0
+    local_size: int = 1
     launched: bool = False
 
     @property
@@ -53,16 +56,17 @@ def plan_ranks(environment: Mapping[str, str], devices: Sequence[int] | None = N
         entries = _selected(entries, devices, environment.get(VISIBLE_DEVICES), device_count)
     launched = _launched(environment)
     if launched is None:
-        return Ranks(0, max(1, len(entries)), tuple(entries))
-    rank, world_size, local_rank = launched
+        world_size = max(1, len(entries))
+        return Ranks(0, world_size, tuple(entries), local_size=world_size)
+    rank, world_size, local_rank, local_size = launched
     if world_size > 1 and not entries and VISIBLE_DEVICES not in environment:
-        entries = [str(index) for index in range(local_rank + 1)]
-    if entries and local_rank >= len(entries):
+        entries = [str(index) for index in range(local_size)]
+    if entries and local_size > len(entries):
         raise ValueError(
-            f"LOCAL_RANK={local_rank} has no device: {len(entries)} visible ({', '.join(entries)}); start at most "
-            f"{len(entries)} processes on this host or extend {VISIBLE_DEVICES}"
+            f"{local_size} ranks on this host need a device each, {len(entries)} visible: {', '.join(entries)}; start "
+            f"fewer or extend {VISIBLE_DEVICES}"
         )
-    return Ranks(rank, world_size, tuple(entries), local_rank, launched=True)
+    return Ranks(rank, world_size, tuple(entries), local_rank, local_size, launched=True)
 
 
 def visible_entries(environment: Mapping[str, str]) -> list[str]:
@@ -116,8 +120,8 @@ def _selected(entries: list[str], devices: Sequence[int], visible: str | None, d
     return [choices[index] for index in devices]
 
 
-def _launched(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Rank, number of ranks and local rank from a launcher's variables; None where there are none."""
+def _launched(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """Rank and number of ranks, in all and on this host, from a launcher's variables; None where there are none."""
     present = [name for name in LAUNCHER_VARIABLES if name in environment]
     if not present:
         return None
@@ -127,12 +131,13 @@ def _launched(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
             f"{', '.join(present)} set without {', '.join(missing)}; a launcher sets all five, otherwise unset them"
         )
     rank, world_size, local_rank = (_number(environment, name) for name in LAUNCHER_VARIABLES[:3])
-    if not rank < world_size or local_rank > rank:
+    local_size = _number(environment, LOCAL_SIZE) if LOCAL_SIZE in environment else world_size
+    if not rank < world_size or local_rank > rank or not local_rank < local_size <= world_size:
         raise ValueError(
-            f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} contradict each other; "
-            "LOCAL_RANK is at most RANK, and RANK is below WORLD_SIZE"
+            f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}, {LOCAL_SIZE}={local_size} contradict "
+            "each other; a rank is at least its local rank and below the number of ranks"
         )
-    return rank, world_size, local_rank
+    return rank, world_size, local_rank, local_size
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -127,7 +127,7 @@ def main() -> int:
     assert rest == sys.argv[1:4]
     (out / f"sees{seat.rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
     try:
-        what(seat.rank, seat.world_size, seat.store, out)
+        what(seat.rank, len(seat.entries), seat.store, out)
     except Exception as error:
         return seat.fail(error)
     return 0

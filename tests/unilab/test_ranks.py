@@ -6,7 +6,8 @@ import pytest
 
 from unilab.ranks import Ranks, plan_ranks, visible_entries
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+FIVE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+TORCHRUN = FIVE | {"LOCAL_WORLD_SIZE": "2"}
 
 
 def visible(text: str) -> dict[str, str]:
@@ -98,22 +99,24 @@ def test_a_launchers_ranks_each_see_their_own_entry(environment: dict[str, str],
     assert (plan.rank, plan.world_size, plan.local_rank, plan.entry, plan.launched) == (3, 4, 1, entry, True)
 
 
-@pytest.mark.parametrize("missing", sorted(TORCHRUN))
+@pytest.mark.parametrize("missing", sorted(FIVE))
 def test_a_launchers_variables_come_together(missing: str) -> None:
     with pytest.raises(ValueError, match=f"set without {missing}; a launcher sets all five"):
-        plan_ranks({name: value for name, value in TORCHRUN.items() if name != missing})
+        plan_ranks({name: value for name, value in FIVE.items() if name != missing})
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4, LOCAL_RANK=1 contradict each other"),
+        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2 contradict each other"),
         ({"WORLD_SIZE": "0"}, "contradict"),
         ({"LOCAL_RANK": "4"}, "contradict"),
         ({"RANK": "-1"}, "RANK must be a number from 0, got '-1'"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a number"),
         ({"LOCAL_RANK": "½"}, "LOCAL_RANK must be a number"),
-        (visible("7"), "LOCAL_RANK=1 has no device: 1 visible"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "contradict"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "contradict"),
+        (visible("7"), "2 ranks on this host need a device each, 1 visible: 7; start fewer"),
     ],
 )
 def test_a_launchers_nonsense_is_refused(changed: dict[str, str], message: str) -> None:
