@@ -66,30 +66,21 @@ def test_one_visible_gpu_is_the_learners(host: Host, capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == ("", "")
 
 
-def test_many_gpus_without_a_choice_are_one_rank_on_the_first(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_takes_the_first_device_it_sees(host: Host) -> None:
     host(gpus=8)
     assert choose_device(run_config()) == torch.device("cuda", 0)
-    said = "8 GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first\n"
-    assert capsys.readouterr().out == said
 
 
-def test_many_chosen_gpus_are_refused(host: Host) -> None:
-    host(gpus=2, visible="4,5")
-    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=4,5 makes 2 ranks.*set it to one entry"):
-        choose_device(run_config())
+def test_mps_trains_one_rank(host: Host) -> None:
+    host(mps=True)
+    with pytest.raises(HostUnfit, match="2 ranks need CUDA devices, found MPS, which trains one; unset CUDA_VISIBLE"):
+        choose_device(run_config(), 2)
 
 
-def test_the_deprecated_device_list_picks_within_the_visible(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host(gpus=2, visible="4,5")
-    assert choose_device(run_config(devices=[1])) == torch.device("cuda", 1)
-    assert capsys.readouterr().out.count("training.devices is deprecated") == 1
-
-
-@pytest.mark.parametrize("devices", [[], [0, 1], [2], [-1]])
-def test_impossible_device_lists(host: Host, devices: list[int]) -> None:
-    host(gpus=2, visible="4,5")
-    with pytest.raises(ValueError, match="one of the 2 visible devices is needed"):
-        choose_device(run_config(devices=devices))
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 4), (4, 2), (32, 1)])
+def test_learners_of_one_host_share_its_cpus(monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int) -> None:
+    monkeypatch.setattr(hardware, "allowed_cpus", lambda: list(range(64)))
+    assert learner_threads(ranks) == threads
 
 
 def test_mps_where_there_is_no_cuda(host: Host) -> None:

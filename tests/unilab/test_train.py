@@ -535,14 +535,32 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
     assert "unknown key 'algo.nope'" in capfd.readouterr().err
 
 
-def test_gpus_that_would_make_ranks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("variables", "overrides", "message"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, [], "is the device of '0' again"),
+        ({"CUDA_VISIBLE_DEVICES": "0,,1"}, [], "is empty; list one device per rank"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a\nGPU-b"}, [], "separate devices by commas"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, ["training.devices=[4,5]"], "there is no device 4"),
+        ({}, ["training.devices=[0,0]"], "names a device twice"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, [], "RANK, WORLD_SIZE set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["env.cpu_ids=[0]"], "is for a single rank"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    variables: dict[str, str],
+    overrides: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert main(NAMES) == 2
-    assert "CUDA_VISIBLE_DEVICES=0,1 makes 2 ranks" in capfd.readouterr().err
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([*NAMES, *SMALL, *overrides]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and message in err
     assert list(tmp_path.iterdir()) == []
 
 
