@@ -5,6 +5,9 @@ This module imports nothing, so that the collector and the suite can read it wit
 
 SCHEMA_VERSION = 1
 
+# Update graphs hold the gradient all-reduce of several ranks.
+GRAPH_HOOKS = True
+
 # Files of a run directory, in the order they appear.
 CONFIG_FILE = "config.json"
 COMMAND_FILE = "command.json"

@@ -130,7 +130,7 @@ class Runner:
         )
         self._timer: StageTimer | None = None
         try:
-            if config.training.trace_enabled:
+            if config.training.trace_enabled and not self._ranks.rank:
                 self._clock: Clock = DeviceClock(wait_event) if device.type == "cuda" else HostClock()
                 self._timer = StageTimer(self._clock)
             self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts, self._stage)
@@ -298,13 +298,13 @@ class Runner:
         committed = time.monotonic()
         wall, self._committed = committed - self._committed, committed
         self.env_steps += self._global_envs
-        physics = stages[BACKEND_MS] / 1e3
+        physics, idle = stages[BACKEND_MS], stages[ACTION_WAIT_MS]
         measures = {
             **stages,
             TOTAL_FPS: self._config.algo.num_envs / wall,
             ITERATION_TIME: wall,
-            PHYSICS_FRACTION: physics / wall,
-            EXPOSED_MS: 1e3 * (wall - physics),
+            PHYSICS_FRACTION: physics / (physics + idle),
+            EXPOSED_MS: idle,
         }
         return Tick(self._iteration(number), self.env_steps, committed, [measures[tag] for tag in HOST_MEASURES])
 

@@ -199,8 +199,17 @@ def test_progress_tells_what_the_events_tell(run: Run) -> None:
     offsets = [event.wall_time - line["monotonic_s"] for event, line in zip(events, lines, strict=True)]
     assert max(offsets) - min(offsets) < 1e-5
     for line, scalars in zip(lines, run.scalars, strict=True):
-        wall, share = scalars["Perf/iteration_time"], scalars["Perf/physics_fraction"]
-        assert share * wall == pytest.approx(line["physics_s"], rel=1e-5)
+        physics, idle = 1e3 * line["physics_s"], scalars["Perf/exposed_ms"]
+        assert scalars["Perf/physics_fraction"] == pytest.approx(physics / (physics + idle), rel=1e-5)
+        assert idle == scalars["Perf/collector_learner_action_wait_ms"]
+        assert physics == pytest.approx(scalars["Perf/collector_env_step_backend_ms"], rel=1e-5)
+
+
+def test_the_pool_is_either_stepping_or_idle(run: Run) -> None:
+    """The two are the pool's whole time: over the run they add up to the learner's clock."""
+    later = zip(run.progress[1:], run.scalars[1:], strict=True)
+    pool = sum(line["physics_s"] + scalars["Perf/exposed_ms"] / 1e3 for line, scalars in later)
+    assert pool == pytest.approx(run.events[-1].wall_time - run.events[0].wall_time, rel=0.1)
 
 
 def test_every_record_has_every_tag_and_only_finite_values(run: Run) -> None:
