@@ -49,3 +49,13 @@ def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["0 2 0 0.5\n", "1 2 1 0.5\n"]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s for 3 ranks; not there: 0, 2"):
+        DataParallel.join(1, 3, CPU, tmp_path / "meeting", timeout=0.1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_facts_of_one_rank_are_its_own() -> None:
+    assert DataParallel().collect({"a": 1}) == [{"a": 1}]
