@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
+from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
 from unilab.validation import require
 
 CONF = Path(__file__).parent / "conf"
@@ -28,6 +29,7 @@ TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
 NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
+TRANSPORTS = (AUTO, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 
 
@@ -42,6 +44,8 @@ class TrainingConfig:
         devices: deprecated choice of logical indices among the visible devices.
         dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank, none in two; null splits the
             allowed ones evenly.
+        nccl_transport: how ranks of one host exchange gradients, `p2p`, `shm` or `tcp`; `auto` takes the fastest that
+            works. NCCL's own variables win.
         use_amp: bfloat16 autocast on CUDA.
         logger: `tensorboard` or `none`.
         log_interval: iterations between written metrics; the last iteration is always written.
@@ -58,6 +62,7 @@ class TrainingConfig:
     smoke: bool = False
     devices: list[int] | None = None
     dp_collector_cpu_ids: list[list[int]] | None = None
+    nccl_transport: str = AUTO
     use_amp: bool = True
     logger: str = "tensorboard"
     log_interval: int = 1
@@ -77,6 +82,7 @@ class TrainingConfig:
         require(self.log_dir != "", "training.log_dir", "a path or null", self.log_dir)
         require(self.log_interval >= 1, "training.log_interval", "at least 1", self.log_interval)
         require(self.record_states >= 0, "training.record_states", "0 or more", self.record_states)
+        require(self.nccl_transport in TRANSPORTS, TRANSPORT_KEY, " or ".join(TRANSPORTS), self.nccl_transport)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 

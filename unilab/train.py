@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from unilab.runner import Runner
     from unilab.terminal import TerminalView
     from unilab.trace import Trace
+    from unilab.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,12 +170,16 @@ def _run(
         with closing(log):
             directory.write_config(config)
             directory.write_command(command_facts(argv, environment))
+            transport = _choose_transport(place, environment)
+            os.environ.update(transport.variables)  # of the others too, which inherit them
             last_words = partial(_write_failure, write_end)
             with RankProcesses(command, entries, meeting, last_words) as others:
                 with others.watching():
                     runner = place.join(meeting)
                 with runner, _view(place) as view, others.watching():
-                    directory.write_manifest(runner.manifest())
+                    manifest = runner.manifest()
+                    manifest["dp_sync"] |= transport.facts()
+                    directory.write_manifest(manifest)
                     with _trace(config, directory.path) as trace:
                         runner.run(log, view, directory, trace)
     except KeyboardInterrupt as interrupt:
@@ -184,6 +189,18 @@ def _run(
     with _deaf():
         write_end(status, cause)
         return _conclude(config, directory, status, cause)
+
+
+def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:
+    """How NCCL carries data between the ranks that rank 0 starts."""
+    from unilab.transport import Transport, choose_transport
+
+    ranks = place.ranks
+    if ranks.world_size > 1 and place.device.type != "cuda":
+        return Transport({}, "none", (), "ranks on the CPU do not use NCCL")
+    if ranks.world_size > 1 and ranks.launched:
+        return Transport({}, "explicit", (), "left to the launcher's environment")
+    return choose_transport(ranks.entries, place.config.training.nccl_transport, environment)
 
 
 def _write_failure(write_end: Callable[[str, BaseException | None], None], message: str) -> None:

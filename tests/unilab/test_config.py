@@ -144,6 +144,7 @@ def test_unknown_names(names: dict[str, str], message: str) -> None:
         ("algo.algo=flashsac", "algo.algo must be sac (the --algo option chooses), got 'flashsac'"),
         ("training.sim_backend=mjwarp", "training.sim_backend must be mujoco (--sim chooses), got 'mjwarp'"),
         ("training.logger=wandb", "training.logger must be tensorboard or none, got 'wandb'"),
+        ("training.nccl_transport=nvlink", "training.nccl_transport must be auto or p2p or shm or tcp, got 'nvlink'"),
         ("training.log_interval=0", "training.log_interval must be at least 1, got 0"),
         ("training.log_dir=", "training.log_dir must be a path or null, got ''"),
         ("env.physics_profile=faster", "env.physics_profile must be reference or exact or fast, got 'faster'"),

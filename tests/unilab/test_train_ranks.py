@@ -69,6 +69,9 @@ def test_the_manifest_names_every_rank_and_how_they_learn_together(run: Run) -> 
         "gradient_collectives_per_iteration": 10,
         "cuda_graph_optimizer_capture": None,
         "cuda_graph_collective_warmup": True,
+        "transport": "none",
+        "transport_reason": "ranks on the CPU do not use NCCL",
+        "transport_timings": [],
     }
     assert run.json("command.json")["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-5f5b, MIG-7/1/0"
 
