@@ -82,6 +82,7 @@ class RankProcesses:
         self._lock, self._over, self._watching = threading.Lock(), threading.Event(), False
         self._closing = self._abandoned = False
         self._children: list[_Child] = []
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for rank in range(1, len(entries)):
                 self._children.append(_start(command, rank, entries, store))
@@ -89,7 +90,7 @@ class RankProcesses:
             self._end()
             raise
         if self._children:
-            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+            self._watcher.start()
 
     @property
     def pids(self) -> list[int]:
@@ -135,7 +136,8 @@ class RankProcesses:
             raise
         finally:
             self._watching = False
-            signal.signal(_INTERRUPT, previous)
+            with self._lock:  # no interrupt is on its way any more, which the handler before might die of
+                signal.signal(_INTERRUPT, previous)
 
     def _raise_failure(self, *_: object) -> None:
         if self._watching and self.failure is not None:
@@ -191,10 +193,11 @@ class RankProcesses:
                 return
             self.failure = failure
         _kill(self._children)
-        if self._watching:
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, _INTERRUPT)
+        main = threading.main_thread().ident
+        assert main is not None
+        with self._lock:
+            if self._watching:
+                signal.pthread_kill(main, _INTERRUPT)
         self._abandon(str(failure))
 
     def _abandon(self, message: str) -> None:
@@ -233,9 +236,13 @@ class RankProcesses:
         with self._lock:
             self._closing = True
         _kill(self._children)
+        if self._watcher.is_alive():
+            self._watcher.join()
         for child in self._children:
             child.process.wait()
             os.close(child.lifeline)
+            if child.report >= 0:
+                os.close(child.report)
         self._store.unlink(missing_ok=True)
         self._over.set()
 
