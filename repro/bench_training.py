@@ -42,13 +42,10 @@ NAMES = ("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco")
 SMOKE = "training.smoke=true"
 TIMEOUT = 1200.0
 FEWEST_ITERATIONS = 20  # below, a run gives no number
-# Tags by stage. Those of the pool follow each other, so they and their remainder make up the tick.
-POOL = {
-    "idle": ACTION_WAIT_MS,
-    "apply command": APPLY_MS,
-    "inside step": BACKEND_MS,
-    "pack rows": PACK_MS,
-}
+# Tags by stage. Those of the pool follow each other, so they and their remainder make up the tick; those of the carrier
+# happen beside the other group's step, where there are two groups, and else while the pool is idle.
+POOL = {"idle": ACTION_WAIT_MS, "inside step": BACKEND_MS}
+CARRIER = {"apply command": APPLY_MS, "pack rows": PACK_MS}
 HOST = {"wait for rows": COLLECTOR_WAIT_MS, "act": INFERENCE_MS}
 
 Positive = Annotated[float, Field(gt=0)]
@@ -89,9 +86,10 @@ class TickBench(Strict):
         points: Events of the tail.
         steps_per_second: The main metric of the run.
         tick_ms: From one command being out to the next.
-        exposed_ms: The tick without the time inside the physics step.
+        exposed_ms: The pool standing still between two steps.
         pool: Stages of the physics pool, one after the other; None where a stage is not logged.
         pool_remainder_ms: The tick without them; None where one is not logged.
+        carrier: Stages of the collector's other thread.
         learner: Stages of the learner's host thread.
         learner_remainder_ms: The tick without them: submission of the update, metrics, files.
         update_ms: The update phase on the device; it runs beside the others.
@@ -107,6 +105,7 @@ class TickBench(Strict):
     exposed_ms: float | None
     pool: dict[str, float | None]
     pool_remainder_ms: float | None
+    carrier: dict[str, float | None]
     learner: dict[str, float | None]
     learner_remainder_ms: float | None
     update_ms: float | None
@@ -188,6 +187,7 @@ def summarize_tick(run: Path, smoke: bool, iterations: int) -> TickBench:
         exposed_ms=found.exposed_ms,
         pool=pool,
         pool_remainder_ms=_remainder(tick, pool),
+        carrier=means(CARRIER),
         learner=learner,
         learner_remainder_ms=_remainder(tick, learner),
         update_ms=None if update is None else 1e3 * update,
@@ -229,6 +229,7 @@ def tick_lines(found: TickBench) -> list[str]:
         **pool,
         "pool: remainder": found.pool_remainder_ms,
         "exposed": found.exposed_ms,
+        **{f"carrier: {stage}": value for stage, value in found.carrier.items()},
         **learner,
         "learner: remainder": found.learner_remainder_ms,
         "update on the device": found.update_ms,
@@ -243,8 +244,9 @@ def tick_lines(found: TickBench) -> list[str]:
         "",
         text.plain_table(("stage", "ms", "of the tick"), rows, "lrr"),
         "",
-        "Exposed: the tick less the time inside the step. Stages of the pool follow each other. The update runs beside "
-        "them; what of it outlasts the step makes the pool idle.",
+        "Exposed: the pool stands still between two steps. Its stages follow each other. With two groups the carrier "
+        "works beside the other group's step. The update runs beside all of them; what of it outlasts the steps makes "
+        "the pool idle.",
     ]
 
 

@@ -352,11 +352,14 @@ class Runner:
             return
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
+        began = time.monotonic_ns()
         self._metrics.write(tick.measures)
         self._metrics.begin()
         with self._stage("update"):
             self._run_update()
         self._metrics.end()
+        if self._trace is not None:
+            self._trace.span("learner/host", "submit update", began, time.monotonic_ns(), iteration=tick.iteration)
         self.iteration = tick.iteration
 
     def _read(self, tick: Tick | None) -> dict[str, float]:
@@ -364,14 +367,14 @@ class Runner:
         if tick is None or not tick.iteration:
             return {}
         values, seconds = self._metrics.read()
-        return {**values, LEARNING_TIME: seconds, **self._device_stages()}
+        return {**values, LEARNING_TIME: seconds, **self._device_stages(tick)}
 
-    def _device_stages(self) -> dict[str, float]:
+    def _device_stages(self, tick: Tick) -> dict[str, float]:
         """Device times of the tick that is over, where there is a timeline."""
         if self._timer is None or self._trace is None:
             return {}
         spans = self._timer.read()
-        self._trace.spans("learner/device", spans)
+        self._trace.spans("learner/device", spans, iteration=tick.iteration)
         return device_times(spans)
 
     def _report(self, tick: Tick | None, metrics: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from session_builder import TRAINER, make_host
 
 from repro import bench_training as bench
-from repro.bench_training import POOL, LearnerBench, Variant, learner_lines, summarize_tick, tick_lines
+from repro.bench_training import CARRIER, POOL, LearnerBench, Variant, learner_lines, summarize_tick, tick_lines
 from repro.cli import main
 from repro.launch import Ended
 from repro.schema import canonical_json
@@ -50,18 +50,20 @@ def test_a_tick_without_a_gpu_is_smoke_and_leaves_only_the_output(
 
 
 def test_stages_are_means_of_the_tail_and_the_remainder_is_stated(fake_run: Callable[..., Path]) -> None:
-    stages = dict(zip(POOL.values(), (1.0, 0.25, 14.0, 0.5), strict=True))  # a tick of 16 ms: 16 envs at 1000 steps/s
+    pool = dict(zip(POOL.values(), (1.5, 14.25), strict=True))  # a tick of 16 ms: 16 envs at 1000 steps/s
+    stages = pool | dict(zip(CARRIER.values(), (0.25, 0.5), strict=True))
     learner = {"Perf/learner_collector_wait_ms": 12.0, "Perf/learner_inference_ms": 2.0}
     found = summarize_tick(fake_run(rate=1000.0, tags=stages | learner | {"Perf/exposed_ms": 2.0}), False, 60)
     assert found.tick_ms == pytest.approx(16.0, rel=1e-6)
-    assert list(found.pool.values()) == [1.0, 0.25, 14.0, 0.5]
+    assert list(found.pool.values()) == [1.5, 14.25]
+    assert list(found.carrier.values()) == [0.25, 0.5]
     assert found.pool_remainder_ms == pytest.approx(0.25, abs=1e-5)
     assert found.learner_remainder_ms == pytest.approx(2.0, abs=1e-5)
     assert (found.exposed_ms, found.update_ms) == (2.0, pytest.approx(4.8))
     lines = "\n".join(tick_lines(found)).splitlines()
     assert lines[0] == "1,000 env steps/s; means of the last 30 of 60 ticks"
     rows = {line[:24].strip(): line[24:].split() for line in lines[3:14]}
-    assert rows["pool: inside step"] == ["14.00", "87.5", "%"]
+    assert rows["pool: inside step"] == ["14.25", "89.1", "%"]
     assert rows["pool: remainder"] == ["0.25", "1.6", "%"]
 
 
