@@ -27,7 +27,7 @@ SENTINEL = 0x5EA1ED_51075
 ALIGNMENT = 4096  # a page, so that each part can be registered as pinned memory
 
 # Signals other than turn numbers, which are zero or positive.
-STOP, SETUP, READY, ERROR = -1, -2, -3, -4
+STOP, SETUP, READY, ERROR, DONE = -1, -2, -3, -4, -5
 
 # Slot header, int64: written by the collector after the rows, checked by the learner before it reads them.
 # Times are nanoseconds of the monotonic clock both processes share.

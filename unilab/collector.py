@@ -16,7 +16,7 @@ import traceback
 from itertools import count
 from pathlib import Path
 
-from unilab.channel import ERROR, READY, SETUP, SLOTS, STOP, Channel, PeerGone, Pipe
+from unilab.channel import DONE, ERROR, READY, SETUP, SLOTS, STOP, Channel, PeerGone, Pipe
 from unilab.physics.mujoco_pool import MujocoPool
 from unilab.physics.pinning import confine
 from unilab.physics.spec import PhysicsSpec
@@ -71,6 +71,7 @@ class Collector:
             raise self._failure
         if self._states_path is not None:
             self._recorder.write(Path(self._states_path))
+            self._pipe.send(DONE)
 
     def _carry_until_stopped(self) -> None:
         try:

@@ -242,6 +242,8 @@ class Runner:
         if self._timer is not None:
             self._timer.next_tick()
         self._report(previous, self._read(previous))
+        if self._states is not None:
+            self._collector.wait_for_states()
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage on the device; timed where there is a timeline."""

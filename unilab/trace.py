@@ -112,7 +112,7 @@ class Trace:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise RuntimeError("writing the run's trace failed") from self._error
+            raise RuntimeError(f"writing the run's trace failed: {self._error}") from self._error
 
     def _run(self) -> None:
         try:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unilab.channel import ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
+from unilab.channel import DONE, ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
 from unilab.physics.spec import PhysicsSpec
 
 START_TIMEOUT = 120.0
 TURN_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
+STATES_TIMEOUT = 120.0
 
 
 class CollectorFailed(RuntimeError):  # noqa: N818 - says what happened
@@ -94,6 +95,14 @@ class CollectorProcess:
             CollectorFailed: if it is gone.
         """
         self._send(STOP, None if states is None else str(states.absolute()))
+
+    def wait_for_states(self, timeout: float = STATES_TIMEOUT) -> None:
+        """Wait until the file that the last `retire` named is written.
+
+        Raises:
+            CollectorFailed: if the collector raised, died, or did not answer within `timeout` seconds.
+        """
+        self._receive(timeout, DONE, "the recorded states")
 
     def wait(self, turn: int, timeout: float = TURN_TIMEOUT) -> dict[str, int]:
         """Wait until `turn` is published and return its slot header.

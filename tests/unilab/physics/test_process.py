@@ -24,6 +24,7 @@ from unilab.physics.mujoco_pool import MujocoPool, load_model
 from unilab.physics.pools import parse_cpu_list
 from unilab.physics.process import CollectorFailed, CollectorProcess
 from unilab.physics.spec import KEEP, RESET, SET_VELOCITY, PhysicsSpec
+from unilab.physics.states import load_states
 
 ENVS = 6
 G1 = PhysicsSpec(
@@ -167,6 +168,28 @@ def test_groups_take_turns_and_the_pool_does_not_wait_for_the_learner(model: muj
     child.close()
     assert child._process.returncode == 0
     assert overlapped >= 5
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["written", "refused"])
+def test_recorded_states_arrive_or_their_loss_is_an_error(
+    missing: bool, model: mujoco.MjModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("nowhere" if missing else ".") / "states.npz"
+    child = CollectorProcess(G1, 24, None, groups=2, record_states=1)
+    put(child, commands(model, 1, 24)[0])
+    for turn in range(2):
+        child.command(turn, (0, 7))
+    for turn in range(2):
+        child.wait(turn, 30)
+        child.retire(path)
+    if missing:
+        with pytest.raises(CollectorFailed, match="the collector raised FileNotFoundError"):
+            child.wait_for_states(30)
+    else:
+        child.wait_for_states(30)
+        assert load_states(path).iterations == (7,)
+    child.close()
+    assert capfd.readouterr().err.startswith("Traceback") == missing
 
 
 @pytest.mark.parametrize("commanded", [0, 1, 2])
