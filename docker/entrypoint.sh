@@ -20,7 +20,7 @@ if mkdir -p "$volume" 2>/dev/null && [ -w "$volume" ]; then
 else
   echo "entrypoint: /var/cache/unilab cannot be written; compiled code is kept in /tmp/cache and lost at the end" >&2
 fi
-export HOME=/tmp/home MPLCONFIGDIR=/tmp/cache/matplotlib
+export HOME=/tmp/home XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/cache/matplotlib
 export TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor TRITON_CACHE_DIR=/tmp/cache/triton
 if ! mkdir -p "$HOME" "$MPLCONFIGDIR"; then
   echo "entrypoint: /tmp cannot be written; a read-only container needs --tmpfs /tmp:mode=1777,exec" >&2

@@ -52,6 +52,7 @@ OWNED_KEYS = {
     "algo.max_iterations": "use iterations in the matrix or --iterations",
     "training.record_states": "use ceiling = true in the matrix",
     "env.cpu_ids": "use workers in the case; placement picks the CPUs of this host",
+    "training.dp_collector_cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
 

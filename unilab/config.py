@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
+from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
 from unilab.validation import require
 
 CONF = Path(__file__).parent / "conf"
@@ -27,6 +28,8 @@ ALGORITHMS = ("sac",)
 TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
+NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
+TRANSPORTS = (AUTO, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 MAX_STATES = 1000
 
@@ -40,6 +43,10 @@ class TrainingConfig:
         sim_backend: physics backend.
         smoke: train on the CPU, small and eager, to see that everything works; never a benchmark.
         devices: deprecated choice of logical indices among the visible devices.
+        dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank, none in two; null splits the
+            allowed ones evenly.
+        nccl_transport: how ranks of one host exchange gradients, `p2p`, `shm` or `tcp`; `auto` takes the fastest that
+            works. NCCL's own variables win.
         use_amp: bfloat16 autocast on CUDA.
         logger: `tensorboard` or `none`.
         log_interval: iterations between written metrics; the last iteration is always written.
@@ -56,6 +63,8 @@ class TrainingConfig:
     sim_backend: str = "mujoco"
     smoke: bool = False
     devices: list[int] | None = None
+    dp_collector_cpu_ids: list[list[int]] | None = None
+    nccl_transport: str = AUTO
     use_amp: bool = True
     logger: str = "tensorboard"
     log_interval: int = 1
@@ -77,6 +86,7 @@ class TrainingConfig:
         require(
             0 <= self.record_states <= MAX_STATES, "training.record_states", f"0 to {MAX_STATES}", self.record_states
         )
+        require(self.nccl_transport in TRANSPORTS, TRANSPORT_KEY, " or ".join(TRANSPORTS), self.nccl_transport)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 
@@ -190,16 +200,33 @@ def _checked(text: str, schema: DictConfig) -> str:
     value = text.split("=", 1)[1]
     if override.is_sweep_override():
         raise ValueError(f"{text!r} is a sweep over values; {_one_value(key, value, schema)}")
-    if isinstance(node, ListConfig) and isinstance(override.value(), int | float):
-        raise ValueError(f"{key} takes a list, got {value}; type {key}=[{value}]")
+    if isinstance(node, ListConfig):
+        _check_list(key, value, override.value(), _is_nested(node))
     return f"++{key}={value}"
+
+
+def _check_list(key: str, text: str, value: Any, nested: bool) -> None:
+    """Refuse a number where a list belongs, and anything but lists of whole numbers where there must be several."""
+    if nested and value is not None and not (isinstance(value, list) and all(map(_is_whole_numbers, value))):
+        raise ValueError(f"{key} takes one list of CPUs per rank, got {text}; {NESTED.format(key=key)}")
+    if isinstance(value, int | float):
+        raise ValueError(f"{key} takes a list, got {text}; type {key}=[{text}]")
+
+
+def _is_whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _is_nested(node: Any) -> bool:
+    """Whether the elements of a list are lists themselves."""
+    return get_origin(node._metadata.element_type) is list
 
 
 def _one_value(key: str, value: str, schema: DictConfig) -> str:
     """How to write a value that holds characters of the grammar, by the type of its key."""
     node = _node(schema, key)
     if isinstance(node, ListConfig):
-        return f"for a list type {key}=[{value}]"
+        return NESTED.format(key=key) if _is_nested(node) else f"for a list type {key}=[{value}]"
     if isinstance(node, StringNode):
         escaped = value.replace('"', r"\"")
         argument = shlex.quote(f'{key}="{escaped}"')

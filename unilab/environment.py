@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor
 
-from unilab.names import MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
+from unilab.names import INVALID_ROWS, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
 from unilab.physics.spec import KEEP, RESET
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
@@ -217,7 +217,7 @@ class Environment:
             **self.episodes.metrics(),
             **dict(zip(TRACKING_ERRORS, self.tracking_means.unbind(), strict=True)),
             **{f"reward/{name}": value for name, value in rewards.items()},
-            "Train/invalid_rows": self.invalid_rows.to(torch.float32),
+            INVALID_ROWS: self.invalid_rows.to(torch.float32),
         }
 
 

@@ -103,15 +103,23 @@ class MetricReader:
     Args:
         values: the metrics on the device, a static buffer.
         names: their tags.
+        inputs: what `write` fills on the device.
     """
 
-    def __init__(self, values: Tensor, names: list[str]) -> None:
+    def __init__(self, values: Tensor, names: list[str], inputs: Tensor | None = None) -> None:
         self._cuda = values.device.type == "cuda"
         self._values, self._names = values, names
         self._host = torch.empty(values.shape, pin_memory=self._cuda)
+        self._inputs = torch.empty(0) if inputs is None else inputs
+        self._written = torch.empty(self._inputs.shape, pin_memory=self._cuda)
         self._began = self._ended = time.monotonic()
         if self._cuda:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+
+    def write(self, values: Sequence[float]) -> None:
+        """Start the copy of values to the device; those before have arrived once they were read back."""
+        self._written.copy_(torch.tensor(values))
+        self._inputs.copy_(self._written, non_blocking=self._cuda)
 
     def begin(self) -> None:
         """Mark the start of the update phase."""

@@ -12,9 +12,12 @@ import torch
 
 from unilab.channel import channel_bytes
 from unilab.config import RunConfig
+from unilab.gpus import find_gpus
 from unilab.physics.pinning import LINUX, allowed_cpus, check_cpu_ids
+from unilab.physics.pools import POOLS_KEY, TooFewCpusError, Topology, gpu_node, plan_pools, read_topology
 from unilab.physics.spec import PhysicsSpec
 from unilab.physics.states import recorded_iterations
+from unilab.ranks import VISIBLE_DEVICES
 
 MEMORY_SHARE = 0.8
 GROUPS = Path("/sys/fs/cgroup")
@@ -25,21 +28,28 @@ class HostUnfit(RuntimeError):  # noqa: N818 - says what is the matter
     """This host cannot do what was asked; one line says what is missing."""
 
 
-def choose_device(config: RunConfig) -> torch.device:
+def choose_device(config: RunConfig, world_size: int = 1) -> torch.device:
     """The learner's device.
 
+    Args:
+        config: the run.
+        world_size: number of ranks, each of which sees its own device alone.
+
     Returns:
-        The CPU in smoke mode, else `cuda:0` of the visible devices (or the one `training.devices` picks), else MPS.
+        The CPU in smoke mode, else the first visible CUDA device, else MPS.
 
     Raises:
         HostUnfit: where training cannot run.
-        ValueError: where the visible or chosen devices ask for more than one rank.
     """
     if config.training.smoke:
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", _cuda_index(config.training.devices))
+        return torch.device("cuda", 0)
     if torch.backends.mps.is_available():
+        if world_size > 1:
+            raise HostUnfit(
+                f"{world_size} ranks need CUDA devices, found MPS, which trains one; unset {VISIBLE_DEVICES}"
+            )
         return torch.device("mps")
     found = "found an XPU, which is not supported" if torch.xpu.is_available() else "found neither"
     raise HostUnfit(
@@ -47,26 +57,63 @@ def choose_device(config: RunConfig) -> torch.device:
     )
 
 
-def choose_cpus(cpu_ids: Sequence[int] | None) -> list[int] | None:
-    """CPUs of the physics workers: the asked ones, else all allowed ones less one for the learner.
+def device_count() -> int:
+    """CUDA devices this process sees."""
+    return torch.cuda.device_count()
+
+
+def choose_cpus(
+    config: RunConfig, rank: int = 0, world_size: int = 1, gpus: Sequence[str | None] = ()
+) -> list[int] | None:
+    """CPUs of a rank's physics workers: the asked ones, else its share of the allowed ones less one for the learner.
+
+    Args:
+        config: the run.
+        rank: whose CPUs.
+        world_size: number of ranks.
+        gpus: entry of CUDA_VISIBLE_DEVICES of every rank, None where a rank has none.
 
     Returns:
         The list, or None where threads cannot be pinned.
 
     Raises:
-        ValueError: for a list that is empty, repeats a CPU or leaves the allowed mask.
+        ValueError: for a list that is empty, repeats a CPU, leaves the allowed mask, overlaps another, or is not one
+            of as many as there are ranks.
+        HostUnfit: for more ranks than CPUs.
     """
-    if cpu_ids is not None:
-        check_cpu_ids(cpu_ids)
-        return list(cpu_ids)
-    if not LINUX:
+    single, pools = config.env.cpu_ids, config.training.dp_collector_cpu_ids
+    if single is not None:
+        if pools is not None or world_size > 1:
+            rival = f"{POOLS_KEY} is set" if pools is not None else f"there are {world_size} ranks"
+            raise ValueError(f"env.cpu_ids={list(single)} is for a single rank and {rival}; give {POOLS_KEY} alone")
+        check_cpu_ids(single)
+        return list(single)
+    if pools is None and not LINUX:
         return None
-    allowed = allowed_cpus()
-    return allowed[1:] if len(allowed) > 1 else allowed
+    topology = read_topology()
+    try:
+        return plan_pools(topology, allowed_cpus(), world_size, _gpu_nodes(gpus, topology), pools)[rank]
+    except TooFewCpusError as error:
+        raise HostUnfit(f"{error}; start fewer ranks or allow more CPUs") from None
 
 
-def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device) -> None:
-    """Refuse a run whose slots, ring or recorded states do not fit.
+def _gpu_nodes(entries: Sequence[str | None], topology: Topology) -> list[int | None]:
+    """NUMA node of each rank's GPU."""
+    gpus, _ = find_gpus([entry or "" for entry in entries]) if any(entries) else ([None] * len(entries), None)
+    return [None if gpu is None else gpu_node(gpu.bus_id, topology) for gpu in gpus]
+
+
+def visible_entry(device: torch.device) -> str | None:
+    """Entry of CUDA_VISIBLE_DEVICES that a CUDA device stands for, or None on another device."""
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if visible is None else visible.split(",")[index].strip()
+
+
+def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device: torch.device, ranks: int = 1) -> None:
+    """Refuse a run whose slots, ring or recorded states do not fit, where `ranks` of them share the host's memory.
 
     Raises:
         HostUnfit: naming what does not fit and both numbers.
@@ -75,9 +122,9 @@ def check_memory(config: RunConfig, spec: PhysicsSpec, replay_width: int, device
     ring = 4 * replay_width * (algo.num_envs * algo.replay_buffer_n + algo.updates_per_step * algo.batch_size)
     shared = device.type != "cuda"  # the CPU and MPS keep the ring in the host's memory
     parts = {
-        "the ingress slots": channel_bytes(spec, algo.num_envs),
-        "the recorded states": _recorded_bytes(config, spec),
-        "the replay ring": ring if shared else 0,
+        "the ingress slots": channel_bytes(spec, algo.num_envs) * ranks,
+        "the recorded states": _recorded_bytes(config, spec),  # rank 0's alone
+        "the replay ring": ring * ranks if shared else 0,
     }
     what = " and ".join(name for name, size in parts.items() if size)
     keys = "algo.num_envs, algo.replay_buffer_n" + (", training.record_states" if "states" in what else "")
@@ -126,27 +173,10 @@ def _group_room(group: Path) -> float:
     return limit - used + int(statistics.get("inactive_file", 0))
 
 
-def learner_threads() -> int:
-    """Torch threads of the learner: an eighth of the allowed CPUs, between 2 and 8, or 1 below four CPUs."""
-    cpus = len(allowed_cpus())
+def learner_threads(ranks: int = 1) -> int:
+    """Torch threads of one of the host's learners: an eighth of its CPUs, between 2 and 8, or 1 below four CPUs."""
+    cpus = len(allowed_cpus()) // ranks
     return 1 if cpus < 4 else min(8, max(2, cpus // 8))
-
-
-def _cuda_index(devices: Sequence[int] | None) -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    if devices is not None:
-        print("training.devices is deprecated: choose GPUs with CUDA_VISIBLE_DEVICES")
-        if len(devices) != 1 or not 0 <= devices[0] < count:
-            raise ValueError(f"training.devices={list(devices)}: one of the {count} visible devices is needed")
-        return devices[0]
-    if visible is not None and count > 1:
-        raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={visible} makes {count} ranks, this version trains one; set it to one entry"
-        )
-    if count > 1:
-        print(f"{count} GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first")
-    return 0
 
 
 def _require_fit(what: str, needed: int, available: int, keys: str) -> None:

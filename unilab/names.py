@@ -5,6 +5,9 @@ This module imports nothing, so that the collector and the suite can read it wit
 
 SCHEMA_VERSION = 1
 
+# Update graphs hold the gradient all-reduce of several ranks.
+GRAPH_HOOKS = True
+
 # Files of a run directory, in the order they appear.
 CONFIG_FILE = "config.json"
 COMMAND_FILE = "command.json"
@@ -13,6 +16,7 @@ PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
 STATES_FILE = "physics_states.npz"
+MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
@@ -33,6 +37,7 @@ ACTION_WAIT_MS = "Perf/collector_learner_action_wait_ms"
 APPLY_MS = "Perf/collector_env_step_apply_action_ms"
 BACKEND_MS = "Perf/collector_env_step_backend_ms"
 PACK_MS = "Perf/collector_replay_write_ms"
+INVALID_ROWS = "Train/invalid_rows"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ class ParameterGroup:
     """The parameters of one optimizer, laid out in one buffer.
 
     Every parameter becomes a view of `flat` and its gradient a view of `gradient`, so that an optimizer step, a target
-    update and a gradient all-reduce are each one operation at fixed addresses.
+    update and a gradient all-reduce are each one operation at fixed addresses. The loss lies behind the gradient in the
+    same buffer: averaged with it, a loss that is not finite on one rank is not finite on any.
 
     Args:
         name: prefix of the registered state.
@@ -32,7 +33,8 @@ class ParameterGroup:
     Attributes:
         flat: all parameters, `(P,)` float32, each aligned to `ALIGNMENT` elements.
         gradient: their gradients, same layout.
-        loss: the loss of the last `backward`; 0-d.
+        loss: the loss of the last `backward`, the mean of all ranks' where gradients are averaged; 0-d.
+        wire: gradient and loss, what ranks average; `(P + ALIGNMENT,)`.
         finite: 1.0 where the last step was taken, 0.0 where it was skipped; 0-d.
         norm: global gradient norm of the last step before clipping; 0-d.
     """
@@ -49,12 +51,8 @@ class ParameterGroup:
         self.parameters = list(parameters)
         device = self.parameters[0].device
         self.flat = nn.Parameter(_flatten(self.parameters))
-        self.gradient = torch.zeros_like(self.flat)
-        self.flat.grad = self.gradient
         bind(self.parameters, self.flat.data)
-        for parameter, view in zip(self.parameters, _views(self.parameters, self.gradient), strict=True):
-            parameter.grad = view
-        self.loss = torch.zeros((), device=device)
+        self.lay(torch.zeros(self.flat.numel() + ALIGNMENT, device=device))
         self.finite = torch.ones((), device=device)
         self.norm = torch.zeros((), device=device)
         self._lr, self._weight_decay, self._max_grad_norm = lr, weight_decay, max_grad_norm
@@ -63,6 +61,13 @@ class ParameterGroup:
         self._count = registry.tensor(f"{name}/adamw_step", torch.zeros((), device=device))
         self._mean = registry.tensor(f"{name}/adamw_exp_avg", torch.zeros_like(self.flat.data))
         self._square = registry.tensor(f"{name}/adamw_exp_avg_sq", torch.zeros_like(self.flat.data))
+
+    def lay(self, wire: Tensor) -> None:
+        """Keep gradient and loss in `wire`, `(P + ALIGNMENT,)`, from now on."""
+        self.wire, self.gradient, self.loss = wire, wire[: self.flat.numel()], wire[self.flat.numel()]
+        self.flat.grad = self.gradient
+        for parameter, view in zip(self.parameters, _views(self.parameters, self.gradient), strict=True):
+            parameter.grad = view
 
     def backward(self, loss: Tensor) -> None:
         """Replace the gradient by that of the scalar `loss` with respect to this group's parameters alone."""
@@ -97,6 +102,15 @@ class ParameterGroup:
         stepped = self.flat.data * (1 - self._lr * self._weight_decay) - change
         for state, value in ((self._mean, mean), (self._square, square), (self.flat.data, stepped)):
             state.copy_(torch.where(taken, value, state))
+
+
+def share_wire(groups: Sequence[ParameterGroup]) -> Tensor:
+    """Lay the gradients and losses of several groups into one buffer, averaged at once; returned."""
+    sizes = [group.wire.numel() for group in groups]
+    wire = groups[0].wire.new_zeros(sum(sizes))
+    for group, part in zip(groups, wire.split(sizes), strict=True):
+        group.lay(part)
+    return wire
 
 
 def bind(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:

@@ -116,6 +116,7 @@ class UpdatePhase:
     Attributes:
         metric_names: tags of `metrics`.
         metrics: `(len(metric_names),)` values after the last update of the cycle.
+        steps: optimizer steps of a cycle that need a gradient all-reduce, the temperature's within the critics'.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class UpdatePhase:
         self._updates, self._policy_frequency = config.updates_per_step, config.policy_frequency
         actor_updates = -(-self._updates // self._policy_frequency)
         rows, device = config.updates_per_step * config.batch_size, replay.rows.device
-        count = self._updates + actor_updates
+        self.steps = count = self._updates + actor_updates
         # A view of rows: the compiler guards on what a view is of, and a size there that happens to equal the rows of
         # one forward pass would make it compile the next one anew.
         noise = torch.zeros(count * config.batch_size, action_dim, device=device).view(count, -1, action_dim)

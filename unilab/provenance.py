@@ -31,9 +31,15 @@ VERSIONED = ("torch", "mujoco", "numpy", "hydra-core", "tensorboard", "triton")
 ENVIRONMENT_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "OMP_", "MKL_", "OPENBLAS_", "PYTORCH_", "MUJOCO_", "UNILAB_")
 
 
-def command_facts(argv: list[str]) -> dict[str, Any]:
-    """Content of `command.json`."""
-    environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith(ENVIRONMENT_PREFIXES)}
+def command_facts(argv: list[str], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Content of `command.json`.
+
+    Args:
+        argv: the command line.
+        variables: the environment as it was found; None for this process's as it is.
+    """
+    found = os.environ if variables is None else variables
+    environment = {key: value for key, value in sorted(found.items()) if key.startswith(ENVIRONMENT_PREFIXES)}
     facts = {
         "argv": argv,
         "environment": environment,

@@ -21,6 +21,7 @@ import torch
 
 from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig
+from unilab.data_parallel import DataParallel
 from unilab.environment import Environment
 from unilab.event_log import EventLog, Record
 from unilab.exchange import DeviceExchange, MetricReader, wait_event
@@ -45,6 +46,7 @@ from unilab.physics.process import CollectorProcess
 from unilab.physics.spec import row_groups
 from unilab.physics.states import recorded_iterations
 from unilab.provenance import gpu_facts
+from unilab.rank_statistics import HOST_MEASURES, RankStatistics
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
 from unilab.sac.config import SacParams
@@ -73,17 +75,13 @@ class Tick:
         iteration: training iteration, 0 while the ring fills.
         env_steps: cumulative env steps of all ranks.
         committed: monotonic seconds when the tick's transitions were complete and the next command was out.
-        wall: seconds since the previous tick's `committed`.
-        physics: seconds inside the physics step.
-        stages: milliseconds by tag, summed over the groups.
+        measures: what this rank's host measured, in the order of `HOST_MEASURES`.
     """
 
     iteration: int
     env_steps: int
     committed: float
-    wall: float
-    physics: float
-    stages: dict[str, float]
+    measures: list[float]
 
 
 class Runner:
@@ -96,31 +94,43 @@ class Runner:
         task: the task, on `device`.
         device: the learner's device.
         cpu_ids: CPUs of the physics workers, or None to leave them unpinned.
+        ranks: the ranks of the run, left at the end; one by default.
 
     Attributes:
         registry: everything mutable.
-        env_steps: cumulative env steps collected.
+        env_steps: cumulative env steps collected by all ranks.
         iteration: finished training iterations.
         startup_seconds: process start to first training iteration, or None before it.
     """
 
-    def __init__(self, config: RunConfig, task: G1WalkFlat, device: torch.device, cpu_ids: list[int] | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        task: G1WalkFlat,
+        device: torch.device,
+        cpu_ids: list[int] | None,
+        ranks: DataParallel | None = None,
+    ) -> None:
         self._config, self._task, self._device, self._cpu_ids = config, task, device, cpu_ids
+        self._ranks = ranks or DataParallel()
+        self._global_envs = config.algo.num_envs * self._ranks.world_size
         self.registry = StateRegistry()
         self.env_steps = self.iteration = 0
         self.startup_seconds: float | None = None
         # Warm-up, capture and replay share one stream of their own.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
-        self._metrics = MetricReader(self._update_phase.metrics, self._update_phase.metric_names)
-        snapshots = recorded_iterations(config.algo.max_iterations, config.training.record_states)
+        statistics = self._statistics
+        self._metrics = MetricReader(statistics.values, statistics.names, statistics.host)
+        wanted = 0 if self._ranks.rank else config.training.record_states
+        snapshots = recorded_iterations(config.algo.max_iterations, wanted)
         self._snapshots = {iteration: index for index, iteration in enumerate(snapshots)}
         self._collector = CollectorProcess(
             task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups, len(snapshots)
         )
         self._timer: StageTimer | None = None
         try:
-            if config.training.trace_enabled:
+            if config.training.trace_enabled and not self._ranks.rank:
                 self._clock: Clock = DeviceClock(wait_event) if device.type == "cuda" else HostClock()
                 self._timer = StageTimer(self._clock)
             self._exchange = DeviceExchange(self._collector.channel, self._act_phase.parts, self._stage)
@@ -139,6 +149,7 @@ class Runner:
         try:
             for phase in (*self._run_act, self._run_update):
                 phase.release()
+            self._ranks.close(failed=kind is not None)  # graphs held its collectives
             self._exchange.close()
         finally:  # a device that failed must not keep the collector alive
             self._collector.close()
@@ -150,20 +161,11 @@ class Runner:
         return math.ceil(max(algo.batch_size, algo.learning_starts * algo.num_envs) / algo.num_envs)
 
     def manifest(self) -> dict[str, Any]:
-        """Content of `manifest.json`."""
-        spec, on_cuda = self._task.spec, self._device.type == "cuda"
-        gpu = gpu_facts(self._device.index or 0) if on_cuda else {"name": None, "uuid": None}
-        rank = {
-            "rank": 0,
-            "collector_backend_device": "cpu",
-            "learner_device": str(self._device),
-            "gpu_uuid": gpu["uuid"],
-            "gpu_name": gpu["name"],
-            "cpu_ids": self._cpu_ids,
-        }
+        """Content of `manifest.json` on rank 0; every rank contributes its part by calling this once."""
+        spec = self._task.spec
         return {
-            "ranks": [rank],
-            "dp_sync": {"world_size": 1, "mode": "none"},
+            "ranks": self._ranks.collect(self._rank_facts()),
+            "dp_sync": self._ranks.facts(self._update_phase.steps, self._captured),
             "physics": {
                 "backend": self._config.training.sim_backend,
                 "profile": spec.profile,
@@ -184,8 +186,26 @@ class Runner:
             },
         }
 
-    def run(self, log: EventLog, view: TerminalView, directory: RunDirectory, trace: Trace | None = None) -> None:
-        """Train for `algo.max_iterations` iterations.
+    def _rank_facts(self) -> dict[str, Any]:
+        on_cuda = self._device.type == "cuda"
+        gpu = gpu_facts(self._device.index or 0) if on_cuda else {"name": None, "uuid": None}
+        return {
+            "rank": self._ranks.rank,
+            "collector_backend_device": "cpu",
+            "learner_device": str(self._device),
+            "gpu_uuid": gpu["uuid"],
+            "gpu_name": gpu["name"],
+            "cpu_ids": self._cpu_ids,
+        }
+
+    def run(
+        self,
+        log: EventLog | None = None,
+        view: TerminalView | None = None,
+        directory: RunDirectory | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """Train for `algo.max_iterations` iterations. Rank 0 alone has somewhere to write.
 
         Args:
             log: receives one record per logged iteration.
@@ -194,7 +214,7 @@ class Runner:
             trace: receives the timeline, if the run was configured with one.
         """
         self._log, self._view, self._directory, self._trace = log, view, directory, trace
-        self._states = directory.path / STATES_FILE if self._snapshots else None
+        self._states = directory.path / STATES_FILE if directory is not None and self._snapshots else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with on_stream(self._stream):
@@ -202,6 +222,7 @@ class Runner:
 
     def _train(self) -> None:
         last = self.warmup_ticks - 1 + self._config.algo.max_iterations
+        self._learner.synchronize()
         if self._captured:
             for phase in (*self._run_act, self._run_update):
                 phase.capture(self.registry)
@@ -231,12 +252,12 @@ class Runner:
     def _build_learner(self) -> None:
         config, task, device = self._config, self._task, self._device
         algo = config.algo
-        torch.manual_seed(_stream_seed(algo.seed, "weights"))
+        torch.manual_seed(_stream_seed(algo.seed, "weights", self._ranks.rank))
         widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
         self._amp = config.training.use_amp and device.type == "cuda"
         self._environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
-        self._learner = SacLearner(algo, *dims, device, self._amp, self.registry)
+        self._learner = SacLearner(algo, *dims, device, self._amp, self.registry, self._ranks)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
         exploration, update = self._generator("exploration"), self._generator("update")
         self._compiled, self._captured = _execution(algo.algo_params, device)
@@ -247,14 +268,21 @@ class Runner:
         self._update_phase = UpdatePhase(
             self._environment, self._learner, self._replay, algo, task.action_dim, update, self.registry
         )
+        metrics, names = self._update_phase.metrics, self._update_phase.metric_names
+        self._statistics = RankStatistics(metrics, names, self._ranks)
         draws = self.registry.generators()
         draws_of_acting = [draws["random/environment"], exploration]
         self._run_act = [Phase(partial(self._act_phase.run, group), draws_of_acting) for group in range(len(groups))]
-        self._run_update = Phase(self._update_phase.run, [update])
+        self._run_update = Phase(self._learn, [update])
+
+    def _learn(self) -> None:
+        """The update phase of a tick, and its statistics over all ranks."""
+        self._update_phase.run()
+        self._statistics.run()
 
     def _generator(self, stream: str) -> torch.Generator:
         generator = torch.Generator(self._device)
-        generator.manual_seed(_stream_seed(self._config.algo.seed, stream))
+        generator.manual_seed(_stream_seed(self._config.algo.seed, stream, self._ranks.rank))
         return self.registry.generator(f"random/{stream}", generator)
 
     def _begin(self) -> None:
@@ -271,10 +299,16 @@ class Runner:
         stages = {tag: sum(turn[tag] for turn in turns) for tag in turns[0]}
         committed = time.monotonic()
         wall, self._committed = committed - self._committed, committed
-        self.env_steps += self._config.algo.num_envs
-        iteration = self._iteration(number)
-        physics = stages[BACKEND_MS] / 1e3
-        return Tick(iteration, self.env_steps, committed, wall, physics, stages)
+        self.env_steps += self._global_envs
+        physics, idle = stages[BACKEND_MS], stages[ACTION_WAIT_MS]
+        measures = {
+            **stages,
+            TOTAL_FPS: self._config.algo.num_envs / wall,
+            ITERATION_TIME: wall,
+            PHYSICS_FRACTION: physics / (physics + idle),
+            EXPOSED_MS: idle,
+        }
+        return Tick(self._iteration(number), self.env_steps, committed, [measures[tag] for tag in HOST_MEASURES])
 
     def _iteration(self, number: int) -> int:
         """Training iteration that the tick of this number leads to; 0 while the ring fills."""
@@ -321,6 +355,7 @@ class Runner:
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
         began = time.monotonic_ns()
+        self._metrics.write(tick.measures)
         self._metrics.begin()
         with self._stage("update"):
             self._run_update()
@@ -330,7 +365,7 @@ class Runner:
         self.iteration = tick.iteration
 
     def _read(self, tick: Tick | None) -> dict[str, float]:
-        """Device metrics of a tick that is over, with the update's time."""
+        """Metrics of a tick that is over, of all ranks; times on the device are this rank's."""
         if tick is None or not tick.iteration:
             return {}
         values, seconds = self._metrics.read()
@@ -346,27 +381,18 @@ class Runner:
 
     def _report(self, tick: Tick | None, metrics: dict[str, float]) -> None:
         """Write a finished tick's record with its own step and time, and show it."""
-        if tick is None or not tick.iteration:
+        if tick is None or not tick.iteration or self._log is None or self._view is None:
             return
-        idle = tick.stages[ACTION_WAIT_MS] / 1e3
-        scalars = {
-            TRAIN_ITERATION: float(tick.iteration),
-            TOTAL_FPS: self._config.algo.num_envs / tick.wall,
-            ITERATION_TIME: tick.wall,
-            PHYSICS_FRACTION: tick.physics / (tick.physics + idle),
-            EXPOSED_MS: 1e3 * idle,
-            **tick.stages,
-            **metrics,
-        }
+        scalars = {TRAIN_ITERATION: float(tick.iteration), **metrics}
         interval, last = self._config.training.log_interval, self._config.algo.max_iterations
         if tick.iteration % interval == 0 or tick.iteration == last:
-            self._log.write(Record(tick.iteration, tick.env_steps, tick.committed, tick.physics, scalars))
+            self._log.write(Record(tick.iteration, tick.env_steps, tick.committed, metrics[BACKEND_MS] / 1e3, scalars))
         self._view.update(tick.iteration, scalars)
 
     def _checkpoint(self, tick: Tick) -> None:
         """Write the networks and the state registry where the interval asks for it, and at the end."""
         interval, last = self._config.algo.save_interval, self._config.algo.max_iterations
-        if not tick.iteration or interval < 0:
+        if self._directory is None or not tick.iteration or interval < 0:
             return
         if tick.iteration == last or (interval > 0 and tick.iteration % interval == 0):
             self._directory.write_checkpoint(tick.iteration, self._state(tick))
@@ -389,8 +415,8 @@ class Runner:
         }
 
 
-def build_task(config: RunConfig, device: torch.device) -> G1WalkFlat:
-    """The task of a run, after checking that slots and ring fit.
+def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> G1WalkFlat:
+    """The task of a run, after checking that slots and rings of this host's `ranks` fit.
 
     Raises:
         ValueError: if a number of the task is out of bounds.
@@ -398,7 +424,7 @@ def build_task(config: RunConfig, device: torch.device) -> G1WalkFlat:
     """
     task = G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
     widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
-    check_memory(config, task.spec, row_width(widths), device)
+    check_memory(config, task.spec, row_width(widths), device, ranks)
     return task
 
 

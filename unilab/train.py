@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,19 @@ from unilab.names import (
     EXIT_USAGE,
     FAILED,
     INTERRUPTED,
+    MEETING_FILE,
     TRACE_FILE,
 )
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
+    from unilab.rank import Place
+    from unilab.ranks import Ranks
     from unilab.run_dir import RunDirectory
     from unilab.runner import Runner
+    from unilab.terminal import TerminalView
     from unilab.trace import Trace
+    from unilab.transport import Transport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,67 +75,146 @@ def train(algo: str, task: str, sim: str, overrides: Sequence[str], argv: list[s
             config = load_config(algo, task, sim, overrides)
         except ValueError as error:
             return _refuse(error, EXIT_USAGE)
-        return _prepare_and_run(config, argv)
+        return _prepare_and_run(config, ["--algo", algo, "--task", task, "--sim", sim, *overrides], argv)
     except KeyboardInterrupt:  # from here only before the run began, since a run records its own
         print("train: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def _prepare_and_run(config: RunConfig, argv: list[str]) -> int:
-    import torch
+def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -> int:
+    """Refuse, follow as another rank, or train as rank 0.
 
-    from unilab.hardware import HostUnfit, choose_cpus, choose_device, learner_threads
+    Args:
+        config: the run.
+        names: the command line of another rank of this run.
+        argv: the command line as it is recorded.
+    """
+    from unilab.hardware import HostUnfit, device_count
+    from unilab.rank import Place
+    from unilab.ranks import plan_ranks
     from unilab.run_dir import RunDirectory, choose_run_dir
-    from unilab.runner import Runner, build_task
 
+    environment, devices = dict(os.environ), config.training.devices
     try:
-        device = choose_device(config)
-        cpu_ids = choose_cpus(config.env.cpu_ids)
-        path = choose_run_dir(config, 1, datetime.now())
-        torch.set_num_threads(learner_threads())
-        task = build_task(config, device)
-        directory = RunDirectory(path)
+        counted = device_count() if devices is not None and not config.training.smoke else 0
+        ranks = plan_ranks(environment, devices, counted)
+        if ranks.rank:
+            return _follow(config, ranks)
+        place = Place.prepare(config, ranks)
+        directory = RunDirectory(choose_run_dir(config, ranks.world_size, datetime.now()))
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
     except ValueError as error:
         return _refuse(error, EXIT_USAGE)
-    if config.training.smoke:
-        print("SMOKE: CPU functional check; its speed means nothing")
-    print(f"run directory {path}")
+    _say_what_runs(place, device_count())
+    print(f"run directory {directory.path}")
+    command = [sys.executable, "-P", "-m", "unilab.rank", *names]
     with _sigterm_interrupts():
-        return _run(config, directory, argv, lambda: Runner(config, task, device, cpu_ids))
+        return _run(place, directory, argv, environment, command)
 
 
-def _run(config: RunConfig, directory: RunDirectory, argv: list[str], build: Callable[[], Runner]) -> int:
+def _say_what_runs(place: Place, devices: int) -> None:
+    training, ranks = place.config.training, place.ranks
+    if training.devices is not None:
+        print("training.devices is deprecated: choose GPUs with CUDA_VISIBLE_DEVICES")
+    if training.smoke:
+        print("SMOKE: CPU functional check; its speed means nothing")
+    elif not ranks.entries and devices > 1:
+        print(f"{devices} GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first")
+    if ranks.world_size > 1:
+        print(f"{ranks.world_size} ranks")
+
+
+def _follow(config: RunConfig, ranks: Ranks) -> int:
+    """Be a rank other than 0 that a launcher started."""
+    import traceback
+
+    from unilab.hardware import HostUnfit
+    from unilab.rank import follow
+
+    try:
+        with _sigterm_interrupts():
+            follow(config, ranks, Path())
+    except HostUnfit as error:
+        return _refuse(error, EXIT_HOST_UNFIT)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        traceback.print_exception(error)
+        return _refuse(RuntimeError(f"rank {ranks.rank} failed: {error}"), EXIT_FAILED)
+    return EXIT_OK
+
+
+def _run(
+    place: Place, directory: RunDirectory, argv: list[str], environment: dict[str, str], command: list[str]
+) -> int:
     """Train into `directory` and write `run_end.json`, whatever happens."""
     from unilab.event_log import Clock, EventLog
     from unilab.provenance import command_facts, redact
-    from unilab.terminal import Scale, TerminalView
+    from unilab.rank_processes import RankProcesses
 
-    began, algo = time.monotonic(), config.algo
+    began, config = time.monotonic(), place.config
     try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
         log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
     except OSError as error:
         return _refuse(error, EXIT_FAILED)
-    title = f"{algo.algo} · {config.training.task_name}{' · SMOKE' if config.training.smoke else ''}"
-    rows = algo.batch_size * algo.updates_per_step
     runner: Runner | None = None
+    meeting = directory.path / MEETING_FILE
+    entries = () if place.ranks.launched else place.ranks.entries
+
+    def write_end(status: str, cause: BaseException | None) -> None:
+        directory.write_end(_end_facts(runner, log, status, cause, time.monotonic() - began, redact))
+
     status, cause = COMPLETED, None  # type: str, BaseException | None
     try:
         with closing(log):
             directory.write_config(config)
-            directory.write_command(command_facts(argv))
-            with build() as runner, TerminalView(Scale(title, algo.max_iterations, algo.num_envs, rows)) as view:
-                directory.write_manifest(runner.manifest())
-                with _trace(config, directory.path) as trace:
-                    runner.run(log, view, directory, trace)
+            directory.write_command(command_facts(argv, environment))
+            transport = _choose_transport(place, environment)
+            os.environ.update(transport.variables)  # of the others too, which inherit them
+            last_words = partial(_write_failure, write_end)
+            with RankProcesses(command, entries, meeting, last_words) as others:
+                with others.watching():
+                    runner = place.join(meeting)
+                with runner, _view(place) as view, others.watching():
+                    manifest = runner.manifest()
+                    manifest["dp_sync"] |= transport.facts()
+                    directory.write_manifest(manifest)
+                    with _trace(config, directory.path) as trace:
+                        runner.run(log, view, directory, trace)
     except KeyboardInterrupt as interrupt:
         status, cause = INTERRUPTED, interrupt
     except BaseException as failure:  # SystemExit too: the terminal view raises it when its reader is gone
         status, cause = FAILED, failure
     with _deaf():
-        directory.write_end(_end_facts(runner, log, status, cause, time.monotonic() - began, redact))
+        write_end(status, cause)
         return _conclude(config, directory, status, cause)
+
+
+def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:
+    """How NCCL carries data between the ranks that rank 0 starts."""
+    from unilab.transport import Transport, choose_transport
+
+    ranks = place.ranks
+    if ranks.world_size > 1 and place.device.type != "cuda":
+        return Transport({}, "none", (), "ranks on the CPU do not use NCCL")
+    if ranks.world_size > 1 and ranks.launched:
+        return Transport({}, "explicit", (), "left to the launcher's environment")
+    return choose_transport(ranks.entries, place.config.training.nccl_transport, environment)
+
+
+def _write_failure(write_end: Callable[[str, BaseException | None], None], message: str) -> None:
+    """The end of a run whose process hangs, of another rank's failure."""
+    write_end(FAILED, RuntimeError(message))
+
+
+def _view(place: Place) -> TerminalView:
+    from unilab.terminal import Scale, TerminalView
+
+    algo, training, size = place.config.algo, place.config.training, place.ranks.world_size
+    title = f"{algo.algo} · {training.task_name}{' · SMOKE' if training.smoke else ''}"
+    rows = algo.batch_size * algo.updates_per_step
+    return TerminalView(Scale(title, algo.max_iterations, algo.num_envs * size, rows * size))
 
 
 def _trace(config: RunConfig, directory: Path) -> AbstractContextManager[Trace | None]:

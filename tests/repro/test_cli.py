@@ -245,7 +245,7 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
-    assert any(line.startswith("trainer:") and line.endswith("unilab \u00b7 graph hooks: False") for line in lines)
+    assert any(line.startswith("trainer:") and line.endswith("unilab \u00b7 graph hooks: True") for line in lines)
     assert any("single does not fit" in line for line in lines) and any("smoke fits" in line for line in lines)
     assert main(["doctor", "--matrix", "single"]) == 3
     assert main(["doctor", "--matrix", "smoke"]) == 0

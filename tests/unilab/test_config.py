@@ -17,6 +17,9 @@ from unilab.config import CONF, EnvConfig, RunConfig, TrainingConfig, load_confi
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatRewards
 
+POOLS = "training.dp_collector_cpu_ids"
+TWO_RANKS = f"for two ranks type {POOLS}=[[2,3],[4,5]]"
+
 
 def load(*overrides: str) -> RunConfig:
     return load_config("sac", "g1_walk_flat", "mujoco", overrides)
@@ -92,6 +95,23 @@ def test_unknown_names(names: dict[str, str], message: str) -> None:
         ("algo.num_envs=8,16", "'algo.num_envs=8,16' is a sweep over values; give algo.num_envs one value"),
         ("algo.seed=range(1,4)", "'algo.seed=range(1,4)' is a sweep over values; give algo.seed one value"),
         ("env.cpu_ids=3", "env.cpu_ids takes a list, got 3; type env.cpu_ids=[3]"),
+        (f"{POOLS}=0,1", f"'{POOLS}=0,1' is a sweep over values; {TWO_RANKS}"),
+        (f"{POOLS}=[0],[1]", f"'{POOLS}=[0],[1]' is a sweep over values; {TWO_RANKS}"),
+        *(
+            (f"{POOLS}={value}", f"{POOLS} takes one list of CPUs per rank, got {value}; {TWO_RANKS}")
+            for value in (
+                "3",
+                "[0,1]",
+                "[[0],1]",
+                "[[0],null]",
+                "[[a]]",
+                "[[0.5]]",
+                "[[true]]",
+                "[['1']]",
+                "x",
+                "{a:1}",
+            )
+        ),
         # types
         ("algo.num_envs=8.7", "algo.num_envs: Value '8.7' of type 'float' could not be converted to Integer"),
         ("algo.num_envs=1e3", "algo.num_envs: Value '1000.0' of type 'float' could not be converted to Integer"),
@@ -124,6 +144,7 @@ def test_unknown_names(names: dict[str, str], message: str) -> None:
         ("algo.algo=flashsac", "algo.algo must be sac (the --algo option chooses), got 'flashsac'"),
         ("training.sim_backend=mjwarp", "training.sim_backend must be mujoco (--sim chooses), got 'mjwarp'"),
         ("training.logger=wandb", "training.logger must be tensorboard or none, got 'wandb'"),
+        ("training.nccl_transport=nvlink", "training.nccl_transport must be auto or p2p or shm or tcp, got 'nvlink'"),
         ("training.log_interval=0", "training.log_interval must be at least 1, got 0"),
         ("training.record_states=-1", "training.record_states must be 0 to 1000, got -1"),
         ("training.record_states=1001", "training.record_states must be 0 to 1000, got 1001"),
@@ -193,6 +214,7 @@ def test_what_no_file_mentions_is_the_schemas_default() -> None:
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_leading_plus_changes_nothing(prefix: str) -> None:
     assert load(f"{prefix}env.cpu_ids=[0,1]").env.cpu_ids == [0, 1]
+    assert load(f"{prefix}{POOLS}=[[0,1],[2]]").training.dp_collector_cpu_ids == [[0, 1], [2]]
     assert load(f"{prefix}algo.num_envs=8").algo.num_envs == 8
 
 

@@ -173,3 +173,10 @@ def test_wait_event_names_what_it_waited_for() -> None:
 
 def test_wait_event_accepts_what_is_already_done() -> None:
     wait_event(FakeEvent(1), "the upload", 0.0)
+
+
+def test_written_values_arrive_in_the_buffer_of_the_phase() -> None:
+    inputs = torch.zeros(3)
+    reader = MetricReader(torch.zeros(1), ["a"], inputs)
+    reader.write([1.5, 2.0, 1e9])
+    assert inputs.tolist() == [1.5, 2.0, 1e9]

@@ -13,8 +13,19 @@ import pytest
 import torch
 
 from unilab import hardware
-from unilab.config import RunConfig, TrainingConfig
-from unilab.hardware import HostUnfit, available_memory, check_memory, choose_cpus, choose_device, learner_threads
+from unilab.config import EnvConfig, RunConfig, TrainingConfig
+from unilab.gpus import Gpu
+from unilab.hardware import (
+    HostUnfit,
+    available_memory,
+    check_memory,
+    choose_cpus,
+    choose_device,
+    learner_threads,
+    visible_entry,
+)
+from unilab.physics import pinning
+from unilab.physics.pools import Cpu, Topology
 from unilab.physics.spec import PhysicsSpec
 from unilab.sac.config import SacConfig
 
@@ -55,30 +66,21 @@ def test_one_visible_gpu_is_the_learners(host: Host, capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == ("", "")
 
 
-def test_many_gpus_without_a_choice_are_one_rank_on_the_first(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_takes_the_first_device_it_sees(host: Host) -> None:
     host(gpus=8)
     assert choose_device(run_config()) == torch.device("cuda", 0)
-    said = "8 GPUs are visible and CUDA_VISIBLE_DEVICES is unset: training one rank on the first\n"
-    assert capsys.readouterr().out == said
 
 
-def test_many_chosen_gpus_are_refused(host: Host) -> None:
-    host(gpus=2, visible="4,5")
-    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=4,5 makes 2 ranks.*set it to one entry"):
-        choose_device(run_config())
+def test_mps_trains_one_rank(host: Host) -> None:
+    host(mps=True)
+    with pytest.raises(HostUnfit, match="2 ranks need CUDA devices, found MPS, which trains one; unset CUDA_VISIBLE"):
+        choose_device(run_config(), 2)
 
 
-def test_the_deprecated_device_list_picks_within_the_visible(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host(gpus=2, visible="4,5")
-    assert choose_device(run_config(devices=[1])) == torch.device("cuda", 1)
-    assert capsys.readouterr().out.count("training.devices is deprecated") == 1
-
-
-@pytest.mark.parametrize("devices", [[], [0, 1], [2], [-1]])
-def test_impossible_device_lists(host: Host, devices: list[int]) -> None:
-    host(gpus=2, visible="4,5")
-    with pytest.raises(ValueError, match="one of the 2 visible devices is needed"):
-        choose_device(run_config(devices=devices))
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 4), (4, 2), (32, 1)])
+def test_learners_of_one_host_share_its_cpus(monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int) -> None:
+    monkeypatch.setattr(hardware, "allowed_cpus", lambda: list(range(64)))
+    assert learner_threads(ranks) == threads
 
 
 def test_mps_where_there_is_no_cuda(host: Host) -> None:
@@ -103,31 +105,109 @@ def test_learner_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: in
     assert learner_threads() == threads
 
 
+def cpu_config(cpu_ids: list[int] | None = None, pools: list[list[int]] | None = None) -> RunConfig:
+    return RunConfig(training=TrainingConfig(dp_collector_cpu_ids=pools), env=EnvConfig(cpu_ids=cpu_ids))
+
+
+@pytest.fixture
+def plain_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A host of single cores, given the CPUs a process may use and the nodes of some CPUs."""
+
+    def build(allowed: list[int], nodes: dict[int, int] | None = None) -> None:
+        cpus = tuple(Cpu(cpu, cpu, (nodes or {}).get(cpu, 0)) for cpu in range(16))
+        monkeypatch.setattr(hardware, "LINUX", True)
+        monkeypatch.setattr(hardware, "allowed_cpus", lambda: allowed)
+        monkeypatch.setattr(hardware, "read_topology", lambda: Topology(cpus))
+
+    return build
+
+
 @pytest.mark.parametrize(("allowed", "workers"), [([3], [3]), ([2, 5], [5]), ([0, 1, 2, 9], [1, 2, 9])])
-def test_the_default_leaves_one_cpu_to_the_learner(
-    monkeypatch: pytest.MonkeyPatch, allowed: list[int], workers: list[int]
+def test_the_default_leaves_one_cpu_to_the_learner(plain_host: Host, allowed: list[int], workers: list[int]) -> None:
+    plain_host(allowed)
+    assert choose_cpus(cpu_config()) == workers
+
+
+def test_each_rank_finds_its_own_pool(plain_host: Host) -> None:
+    plain_host([0, 1, 2, 3, 4, 5])
+    assert [choose_cpus(cpu_config(), rank, 2) for rank in (0, 1)] == [[1, 2], [4, 5]]
+    asked = [[5], [0, 3]]
+    assert [choose_cpus(cpu_config(pools=asked), rank, 2) for rank in (0, 1)] == asked
+
+
+def test_a_pool_follows_the_gpu_of_its_rank(plain_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_host([0, 1, 2, 3], {2: 1, 3: 1})
+    monkeypatch.setattr(hardware, "find_gpus", lambda entries: ([Gpu(entry, entry) for entry in entries], "1"))
+    monkeypatch.setattr(hardware, "gpu_node", lambda bus_id, _: {"a": 0, "b": 1}[bus_id])
+    assert choose_cpus(cpu_config(), 0, 2, ["b", "a"]) == [3]
+    assert choose_cpus(cpu_config(), 0, 1, ["b"]) == [3, 0, 1]
+    assert choose_cpus(cpu_config(), 0, 1, [None]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("cpu_ids", "pools", "ranks", "message"),
+    [
+        ([1], [[1]], 1, "env.cpu_ids=[1] is for a single rank and training.dp_collector_cpu_ids is set; give "),
+        ([1], None, 2, "env.cpu_ids=[1] is for a single rank and there are 2 ranks; give training.dp_collector_"),
+        (None, [[0], [1]], 1, "training.dp_collector_cpu_ids has 2 lists for 1 rank; give one list of CPUs per rank"),
+    ],
+)
+def test_lists_that_do_not_fit_the_ranks(
+    plain_host: Host, cpu_ids: list[int] | None, pools: list[list[int]] | None, ranks: int, message: str
 ) -> None:
-    monkeypatch.setattr(hardware, "LINUX", True)
-    monkeypatch.setattr(hardware, "allowed_cpus", lambda: allowed)
-    assert choose_cpus(None) == workers
+    plain_host([0, 1])
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        choose_cpus(cpu_config(cpu_ids, pools), 0, ranks)
+    assert str(caught.value).startswith(message)
+
+
+def test_more_ranks_than_cpus_do_not_fit_the_host(plain_host: Host) -> None:
+    plain_host([4])
+    with pytest.raises(HostUnfit, match=r"^2 ranks need a CPU each, this process may use 1; start fewer ranks or"):
+        choose_cpus(cpu_config(), 0, 2)
 
 
 def test_no_default_where_threads_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "LINUX", False)
-    assert choose_cpus(None) is None
+    assert choose_cpus(cpu_config()) is None
+
+
+def test_pools_are_refused_where_threads_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "LINUX", False)
+    monkeypatch.setattr(pinning, "LINUX", False)
+    with pytest.raises(ValueError, match=r"training\.dp_collector_cpu_ids\[0\]=\[0\]: pinning needs Linux"):
+        choose_cpus(cpu_config(pools=[[0]]))
 
 
 def test_an_asked_list_is_kept_or_refused() -> None:
     cpu = max(os.sched_getaffinity(0))
-    assert choose_cpus((cpu,)) == [cpu]
+    assert choose_cpus(cpu_config([cpu])) == choose_cpus(cpu_config(pools=[[cpu]])) == [cpu]
     for asked, message in (
-        ([], r"env\.cpu_ids=\[\] names no CPU"),
+        ([], r"=\[\] names no CPU"),
         ([cpu, cpu], f"names CPU {cpu} twice"),
         ([cpu, 99999], "names CPU 99999, which this process may not use; allowed: "),
         ([-1], "names CPU -1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            choose_cpus(asked)
+        with pytest.raises(ValueError, match=rf"env\.cpu_ids.*{message}"):
+            choose_cpus(cpu_config(asked))
+        with pytest.raises(ValueError, match=rf"training\.dp_collector_cpu_ids\[0\].*{message}"):
+            choose_cpus(cpu_config(pools=[asked]))
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "entry"),
+    [
+        (None, "cuda:0", "0"),
+        ("GPU-5f5b2c", "cuda:0", "GPU-5f5b2c"),
+        ("4, 5", "cuda:1", "5"),
+        ("4", "cuda", "4"),
+        ("4", "cpu", None),
+        (None, "mps", None),
+    ],
+)
+def test_the_entry_behind_a_device(host: Host, visible: str | None, device: str, entry: str | None) -> None:
+    host(gpus=2, visible=visible)
+    assert visible_entry(torch.device(device)) == entry
 
 
 def write_group(folder: Path, limit: int | str, used: int, cache: int = 0) -> None:

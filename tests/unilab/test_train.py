@@ -44,6 +44,7 @@ SMALL = [
     "algo.num_atoms=11",
     "algo.max_iterations=15",
 ]
+POOLS = "training.dp_collector_cpu_ids"
 CPUS = sorted(os.sched_getaffinity(0))
 FILES = {"config.json", "command.json", "manifest.json", "progress.jsonl", "run_end.json"}
 
@@ -489,6 +490,10 @@ def bare_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (["training.smoke=true", "training.log_dir=full/file/run"], 2, "cannot make the run directory full/file/run"),
         (["training.smoke=true", "env.cpu_ids=[99999]"], 2, "CPU 99999, which this process may not use; allowed: "),
         (["training.smoke=true", "env.cpu_ids=[]"], 2, r"env.cpu_ids=\[\] names no CPU"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank; give one"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]},{CPUS[0]}]]"], 2, "names CPU . twice; list each CPU once"),
+        (["training.smoke=true", f"{POOLS}=[0,1]"], 2, r"per rank, got \[0,1\]; for two ranks type "),
+        (["training.smoke=true", f"{POOLS}=[[0]]", "env.cpu_ids=[0]"], 2, "is for a single rank and training.dp_"),
         (["training.smoke=true", "env.sim_dt=0.007"], 2, "ctrl_dt must be a whole number of sim_dt steps"),
         (
             ["training.smoke=true", "algo.num_envs=500000000"],
@@ -539,14 +544,32 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
     assert "unknown key 'algo.nope'" in capfd.readouterr().err
 
 
-def test_gpus_that_would_make_ranks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("variables", "overrides", "message"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, [], "is the device of '0' again"),
+        ({"CUDA_VISIBLE_DEVICES": "0,,1"}, [], "is empty; list one device per rank"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a\nGPU-b"}, [], "separate devices by commas"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, ["training.devices=[4,5]"], "there is no device 4"),
+        ({}, ["training.devices=[0,0]"], "names a device twice"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, [], "RANK, WORLD_SIZE set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["env.cpu_ids=[0]"], "is for a single rank"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    variables: dict[str, str],
+    overrides: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert main(NAMES) == 2
-    assert "CUDA_VISIBLE_DEVICES=0,1 makes 2 ranks" in capfd.readouterr().err
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([*NAMES, *SMALL, *overrides]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and message in err
     assert list(tmp_path.iterdir()) == []
 
 

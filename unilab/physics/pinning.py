@@ -37,26 +37,30 @@ def thread_ids() -> set[int]:
     return {threading.get_native_id()}
 
 
-def check_cpu_ids(cpu_ids: Sequence[int]) -> None:
+def check_cpu_ids(cpu_ids: Sequence[int], allowed: Sequence[int] | None = None, key: str = "env.cpu_ids") -> None:
     """Refuse a list of CPUs that physics workers cannot be pinned to, one each.
 
+    Args:
+        cpu_ids: CPUs, worker i on the i-th.
+        allowed: CPUs that may be named; None takes the calling thread's mask.
+        key: the setting that holds the list, for the message.
+
     Raises:
-        ValueError: if the list is empty, names a CPU twice or one outside the calling thread's mask, or if the system
-            has no thread masks.
+        ValueError: if the list is empty, names a CPU twice or one that is not allowed, or if the system has no thread
+            masks.
     """
+    asked = f"{key}={list(cpu_ids)}"
     if not LINUX:
-        raise ValueError(f"env.cpu_ids={list(cpu_ids)}: pinning needs Linux, this is {sys.platform}; use null")
+        raise ValueError(f"{asked}: pinning needs Linux, this is {sys.platform}; use null")
     if not cpu_ids:
-        raise ValueError("env.cpu_ids=[] names no CPU; list at least one, or use null for no pinning")
+        raise ValueError(f"{asked} names no CPU; list at least one, or use null for no pinning")
     repeated = sorted({cpu for cpu in cpu_ids if list(cpu_ids).count(cpu) > 1})
     if repeated:
-        raise ValueError(f"env.cpu_ids={list(cpu_ids)} names CPU {repeated[0]} twice; list each CPU once")
-    allowed = allowed_cpus()
-    outside = [cpu for cpu in cpu_ids if cpu not in allowed]
+        raise ValueError(f"{asked} names CPU {repeated[0]} twice; list each CPU once")
+    usable = allowed_cpus() if allowed is None else list(allowed)
+    outside = [cpu for cpu in cpu_ids if cpu not in usable]
     if outside:
-        raise ValueError(
-            f"env.cpu_ids={list(cpu_ids)} names CPU {outside[0]}, which this process may not use; allowed: {allowed}"
-        )
+        raise ValueError(f"{asked} names CPU {outside[0]}, which this process may not use; allowed: {usable}")
 
 
 def confine(thread: int, cpus: Collection[int]) -> None:

@@ -156,11 +156,16 @@ class CollectorProcess:
             code = self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             return "the collector closed its pipe but is still running"
-        if code >= 0:
-            return f"the collector ended with exit code {code}"
-        name = signal.Signals(-code).name
-        hint = {"SIGKILL": " (the system kills so when memory runs out)", "SIGBUS": " (shared memory ran out)"}
-        return f"the collector was killed by {name}{hint.get(name, '')}"
+        return f"the collector {ending(code)}"
+
+
+def ending(code: int) -> str:
+    """How a child process ended, from its return code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = {"SIGKILL": " (the system kills so when memory runs out)", "SIGBUS": " (shared memory ran out)"}
+    return f"was killed by {name}{hint.get(name, '')}"
 
 
 def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
@@ -172,7 +177,7 @@ def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
     process = subprocess.Popen(
         command,
         pass_fds=(child_reads, child_writes, memory_fd),
-        env=_environment(),
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         process_group=0,
     )
@@ -181,7 +186,7 @@ def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
     return process, Pipe(parent_reads, parent_writes, "collector")
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The child's: modules are found where this process finds them, and physics never renders."""
     inherited = {key: value for key, value in os.environ.items() if key != "MUJOCO_GL"}
     return inherited | {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}

@@ -10,7 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unilab.optim import ParameterGroup, bind
+from unilab.data_parallel import DataParallel
+from unilab.optim import ParameterGroup, bind, share_wire
 from unilab.sac.config import SacConfig
 from unilab.sac.networks import Actor, CriticPair
 from unilab.sac.objectives import Batch, actor_objective, critic_objective, support, temperature_objective
@@ -45,6 +46,7 @@ class SacLearner:
         device: where everything lives.
         amp: run forward passes and losses under bfloat16 autocast.
         registry: receives parameters and optimizer state.
+        ranks: averages gradients before each step; one rank by default.
     """
 
     metrics = METRICS
@@ -58,8 +60,10 @@ class SacLearner:
         device: torch.device,
         amp: bool,
         registry: StateRegistry,
+        ranks: DataParallel | None = None,
     ) -> None:
         self._config, self._device, self._amp = config, device, amp
+        self._ranks = ranks or DataParallel()
         params = config.algo_params
         self.actor = Actor(obs_dim, action_dim, config.actor_hidden_dim).to(device)
         self.critic = CriticPair(critic_dim, action_dim, config.critic_hidden_dim, config.num_atoms).to(device)
@@ -75,6 +79,7 @@ class SacLearner:
             "critic", self.critic.parameters(), config.critic_lr, WEIGHT_DECAY, registry, norm
         )
         self.alpha_group = ParameterGroup("temperature", [self.log_alpha], params.alpha_lr, 0.0, registry)
+        self._critic_wire = share_wire((self.critic_group, self.alpha_group))
         bind(self._frozen_critic.parameters(), self.critic_group.flat.data)
         self._target_flat = registry.tensor("critic_target/parameters", self.critic_group.flat.data.clone())
         bind(self.target.parameters(), self._target_flat)
@@ -134,6 +139,11 @@ class SacLearner:
                 self._reported[name].copy_(value)
         return self._reported
 
+    def synchronize(self) -> None:
+        """Give every rank rank 0's actor, critics, targets and temperature."""
+        groups = (self.actor_group, self.critic_group, self.alpha_group)
+        self._ranks.broadcast([*(group.flat.data for group in groups), self._target_flat])
+
     def modules(self) -> dict[str, nn.Module]:
         """Networks of a checkpoint, by name."""
         return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
@@ -155,11 +165,12 @@ class SacLearner:
 
     def _critic_step(self, log_pi: Tensor) -> None:
         """Critics, temperature and targets; the last two follow the critics' verdict on the batch."""
-        finite = self.critic_group.finite
-        self.critic_group.step()
         loss = temperature_objective(self.alpha_group.flat.data[:1], log_pi, self._target_entropy)
         self.alpha_group.loss.copy_(loss)
         self.alpha_group.gradient[:1].copy_(loss)  # exp is its own derivative
+        self._ranks.average(self._critic_wire)
+        finite = self.critic_group.finite
+        self.critic_group.step()
         self.alpha_group.step(finite)
         self._target_flat.lerp_(self.critic_group.flat.data, self._config.tau * finite)
         self._reported["Train/skipped_updates"].add_(1.0 - finite)
@@ -173,6 +184,7 @@ class SacLearner:
         self._step_actor()
 
     def _actor_step(self) -> None:
+        self._ranks.average(self.actor_group.wire)
         self.actor_group.step()
         self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
 

@@ -21,6 +21,7 @@ import pytest
 from unilab.channel import Pipe
 from unilab.physics import process as process_module
 from unilab.physics.mujoco_pool import MujocoPool, load_model
+from unilab.physics.pools import parse_cpu_list
 from unilab.physics.process import CollectorFailed, CollectorProcess
 from unilab.physics.spec import KEEP, RESET, SET_VELOCITY, PhysicsSpec
 from unilab.physics.states import load_states
@@ -238,6 +239,37 @@ def test_the_carrier_may_use_every_cpu_of_the_list(model: mujoco.MjModel) -> Non
     assert set().union(*masks) == set(cpus)
     assert {frozenset({cpu}) for cpu in cpus} <= set(masks)
     assert frozenset(cpus) in masks
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_two_collectors_keep_to_their_pools_and_the_learner_to_its_mask(model: mujoco.MjModel) -> None:
+    before, mask = thread_masks(os.getpid()), sorted(os.sched_getaffinity(0))
+    half = min(len(mask) // 2, 3)
+    pools = [mask[half : 2 * half][::-1], mask[:half]]
+    children = [CollectorProcess(G1, ENVS, pool) for pool in pools]
+    try:
+        for child in children:
+            stand(child, model)
+            child.command(0)
+        for child, pool in zip(children, pools, strict=True):
+            child.wait(0, 30)
+            masks = thread_masks(child.pid)
+            assert [cpu for _, cpu in child.placement] == pool
+            assert {thread: masks[thread] for thread, _ in child.placement} == {t: {c} for t, c in child.placement}
+            assert set().union(*masks.values()) == set(pool)
+        after = thread_masks(os.getpid())
+    finally:
+        for child in children:
+            child.close()
+    assert {thread: after[thread] for thread in before if thread in after} == before
+    assert sorted(os.sched_getaffinity(0)) == mask
+
+
+def thread_masks(pid: int) -> dict[int, set[int]]:
+    """CPUs each thread of a process may use, as the kernel tells."""
+    status = {int(task.name): (task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
+    lists = {thread: text.split("Cpus_allowed_list:")[1].split()[0] for thread, text in status.items()}
+    return {thread: set(parse_cpu_list(listed)) for thread, listed in lists.items()}
 
 
 def test_two_slots_may_be_in_flight_a_third_tick_may_not(collector: CollectorProcess, model: mujoco.MjModel) -> None:

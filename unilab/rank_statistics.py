@@ -1,0 +1,66 @@
+"""The statistics of a tick over all ranks: counts and rates summed, everything else averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unilab.data_parallel import DataParallel
+from unilab.names import (
+    ACTION_WAIT_MS,
+    APPLY_MS,
+    BACKEND_MS,
+    COLLECTOR_WAIT_MS,
+    EXPOSED_MS,
+    INFERENCE_MS,
+    INVALID_ROWS,
+    ITERATION_TIME,
+    PACK_MS,
+    PHYSICS_FRACTION,
+    TOTAL_FPS,
+)
+
+SUMMED = (TOTAL_FPS, INVALID_ROWS)
+# What the host of a rank measures of a tick.
+HOST_MEASURES = (
+    TOTAL_FPS,
+    ITERATION_TIME,
+    PHYSICS_FRACTION,
+    EXPOSED_MS,
+    COLLECTOR_WAIT_MS,
+    INFERENCE_MS,
+    ACTION_WAIT_MS,
+    APPLY_MS,
+    BACKEND_MS,
+    PACK_MS,
+)
+
+
+class RankStatistics:
+    """The last part of the update phase: one row per rank becomes one row.
+
+    Args:
+        metrics: `(M,)` this rank's metrics of the tick, at a fixed address.
+        names: their tags.
+        ranks: the ranks.
+
+    Attributes:
+        host: `(len(HOST_MEASURES),)` what this rank's host measured of the tick, to be written before.
+        names: tags of `values`.
+        values: `(M + len(HOST_MEASURES),)` over all ranks.
+    """
+
+    def __init__(self, metrics: Tensor, names: Sequence[str], ranks: DataParallel) -> None:
+        self._metrics, self._ranks = metrics, ranks
+        self.names = [*names, *HOST_MEASURES]
+        weights = [1.0 if name in SUMMED else 1.0 / ranks.world_size for name in self.names]
+        self._weights = torch.tensor(weights, device=metrics.device)
+        self.host = torch.zeros(len(HOST_MEASURES), device=metrics.device)
+        self.values = torch.zeros(len(self.names), device=metrics.device)
+
+    def run(self) -> None:
+        """Gather and combine; static buffers, nothing read on the host."""
+        rows = self._ranks.gather(torch.cat((self._metrics, self.host)))
+        torch.sum(rows * self._weights, 0, out=self.values)
