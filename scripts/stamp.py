@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 SOURCES = ("unilab", "repro", "pyproject.toml")
-SUFFIXES = (".py", ".yaml", ".xml", ".toml", ".j2")
+SUFFIXES = (".py", ".c", ".yaml", ".xml", ".toml", ".j2")
 PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--full-index", "--binary")
 
 

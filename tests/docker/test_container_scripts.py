@@ -239,3 +239,8 @@ def test_nothing_else_is_verified(session: ModuleType, monkeypatch: pytest.Monke
     monkeypatch.setattr(session.cli, "main", command)
     assert session.main(argv) == 3
     assert seen == [argv]
+
+
+def test_the_stamp_hashes_the_files_that_the_suite_hashes() -> None:
+    """An image whose source hash is another than its stamp says is refused at its build."""
+    assert load(ROOT / "scripts" / "stamp.py").sources_sha256(ROOT) == sources_sha256(ROOT)
