@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
 from repro import text
 from repro.errors import HostUnfitError, UsageError
-from repro.events import EventLog, Refusal, read_events
+from repro.events import Refusal
 from repro.host import find_host
 from repro.launch import run_cell, trainer_environment
 from repro.matrix import check_overrides, load_matrix
 from repro.plan import TRAINER, VISIBLE_DEVICES
 from repro.schema import Strict, canonical_json, read_model
-from repro.throughput import Window, measure
+from repro.throughput import measure
 from unilab.names import (
     ACTION_WAIT_MS,
     APPLY_MS,
@@ -168,15 +167,15 @@ def summarize_tick(run: Path, smoke: bool, iterations: int) -> TickBench:
     Raises:
         Refusal: If the run gives no number.
     """
-    found, log = measure(run), read_events(run)
+    found = measure(run)
 
     def means(tags: dict[str, str]) -> dict[str, float | None]:
-        return {stage: _mean(log, tag, found.window) for stage, tag in tags.items()}
+        return {stage: found.stages.get(tag) for stage, tag in tags.items()}
 
-    seconds, update = _mean(log, ITERATION_TIME, found.window), _mean(log, LEARNING_TIME, found.window)
-    if seconds is None:
+    tick = found.stages.get(ITERATION_TIME)
+    if tick is None:
         raise ChildProcessError(f"no number: the run has no {ITERATION_TIME}")
-    pool, learner, tick = means(POOL), means(HOST), 1e3 * seconds
+    pool, learner = means(POOL), means(HOST)
     return TickBench(
         smoke=smoke,
         iterations=iterations,
@@ -189,7 +188,7 @@ def summarize_tick(run: Path, smoke: bool, iterations: int) -> TickBench:
         carrier=means(CARRIER),
         learner=learner,
         learner_remainder_ms=_remainder(tick, learner),
-        update_ms=None if update is None else 1e3 * update,
+        update_ms=found.stages.get(LEARNING_TIME),
     )
 
 
@@ -292,13 +291,6 @@ def _conclude(arguments: argparse.Namespace, found: Strict, lines: list[str]) ->
         arguments.output.write_text(canonical_json(found), encoding="utf-8")
     sys.stdout.write(canonical_json(found) if arguments.json else "".join(f"{line}\n" for line in lines))
     return EXIT_OK
-
-
-def _mean(log: EventLog, tag: str, window: Window) -> float | None:
-    """Mean of a tag over the window, or None where it has no point there."""
-    series = log.scalars.get(tag)
-    values = series.values[series.steps >= window.first_step] if series is not None else np.empty(0)
-    return float(np.mean(values)) if values.size else None
 
 
 def _remainder(tick: float, stages: dict[str, float | None]) -> float | None:

@@ -25,10 +25,11 @@ from torch import Tensor
 from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig, load_config
 from unilab.environment import Environment
-from unilab.hardware import HostUnfit, check_memory, choose_device, learner_threads
+from unilab.hardware import HostUnfit, choose_device, learner_threads
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
 from unilab.phases import UpdatePhase, transition_widths
-from unilab.replay import ReplayRing, row_width
+from unilab.replay import ReplayRing
+from unilab.runner import build_task
 from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat
@@ -81,7 +82,7 @@ class Rank:
     def __init__(self, config: RunConfig, device: torch.device, compiled: bool) -> None:
         self._seed, self._device, self.registry = config.algo.seed, device, StateRegistry()
         algo = replace(config.algo, algo_params=replace(config.algo.algo_params, use_compile=compiled))
-        task = _task(config, device)
+        task = G1WalkFlat(config.env, config.reward, algo.num_envs, device, config.env.physics_profile)
         torch.manual_seed(algo.seed)
         environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
@@ -136,9 +137,7 @@ def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(config)
     names = choose_variants(arguments.variants, device)
     torch.set_num_threads(learner_threads())
-    task = _task(config, device)
-    width = row_width(transition_widths(task.obs_dim, task.critic_dim, task.action_dim))
-    check_memory(config, task.spec, width, device)
+    build_task(config, device)  # refuses what does not fit
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with on_stream(stream):
         start, reference, rows = _eager_cycle(config, device)
@@ -237,10 +236,6 @@ def _eager_cycle(config: RunConfig, device: torch.device) -> tuple[dict[str, Ten
     start = rank.registry.snapshot()
     rank.update()
     return start, rank.registry.snapshot(), rank.replay_rows
-
-
-def _task(config: RunConfig, device: torch.device) -> G1WalkFlat:
-    return G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
 
 
 def _fill(replay: ReplayRing, generator: torch.Generator) -> None:

@@ -245,15 +245,20 @@ def test_stages_are_read_one_tick_later_in_order(device: Callable[..., FakeDevic
     assert timer.read() == [], "stages are read once"
 
 
-def test_events_are_used_again(device: Callable[..., FakeDevice]) -> None:
-    fake = device()
+def watched(fake: FakeDevice) -> tuple[StageTimer, list[FakeEvent]]:
+    """A timer and every event that was made for it."""
     made: list[FakeEvent] = []
 
     def event() -> FakeEvent:
         made.append(fake.event())
         return made[-1]
 
-    timer = StageTimer(DeviceClock(fake.wait, event))
+    return StageTimer(DeviceClock(fake.wait, event)), made
+
+
+def test_events_are_used_again(device: Callable[..., FakeDevice]) -> None:
+    fake = device()
+    timer, made = watched(fake)
     before = len(made)
     for _ in range(10):
         timer.next_tick()
@@ -266,13 +271,7 @@ def test_events_are_used_again(device: Callable[..., FakeDevice]) -> None:
 
 def test_a_stage_that_is_not_over_is_no_number(device: Callable[..., FakeDevice]) -> None:
     fake = device()
-    made: list[FakeEvent] = []
-
-    def event() -> FakeEvent:
-        made.append(fake.event())
-        return made[-1]
-
-    timer = StageTimer(DeviceClock(fake.wait, event))
+    timer, made = watched(fake)
     timer.next_tick()
     timer.begin("update")
     timer.end("update")
