@@ -7,17 +7,15 @@ import hashlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from unilab.gpus import find_gpus
+from unilab.trial import try_ranks
 
 # Transports, the fastest first, and the variables that choose them; NCCL itself falls back within what they allow.
 FORMS = {
@@ -34,7 +32,6 @@ CHANNEL = re.compile(r"Channel .* via (P2P|SHM|NET)/")
 PROGRAM = (sys.executable, "-P", "-m", "unilab.transport_probe", "nccl")
 SECONDS = 40.0  # of one attempt: start of Python, CUDA and NCCL, then milliseconds of traffic
 WRONG_VALUES = 5  # exit code of a rank whose sums were wrong
-POLL = 0.02  # s
 
 
 @dataclass(frozen=True)
@@ -173,90 +170,35 @@ def _found(attempts: Sequence[Attempt]) -> str:
 def _attempt(
     name: str, entries: Sequence[str], environment: Mapping[str, str], program: Sequence[str], seconds: float
 ) -> Attempt:
-    """Try one transport with one process per rank; when this returns, none of them or of their children is left."""
-    began = time.monotonic()
+    """Try one transport with one process per rank."""
     with tempfile.TemporaryDirectory(prefix="unilab-transport-") as folder:
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(len(entries))]
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, (entry, log) in enumerate(zip(entries, logs, strict=True)):
-                arguments = [f"{seconds:g}", str(rank), str(len(entries)), str(Path(folder, "store"))]
-                with log.open("wb") as output:
-                    ranks.append(
-                        subprocess.Popen(
-                            [*program, *arguments],
-                            env=_probe_environment(name, entry, environment),
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            process_group=ranks[0].pid if ranks else 0,
-                        )
-                    )
-            fault = _wait(ranks, began + seconds, seconds)
-        finally:
-            _end(ranks)
-        elapsed = time.monotonic() - began
-        if fault is None:
-            fault = _other_transport(name, logs)
-        milliseconds = _result(logs[0]) if fault is None else None
+        size, store = str(len(entries)), str(Path(folder, "store"))
+        commands = [[*program, f"{seconds:g}", str(rank), size, store] for rank in range(len(entries))]
+        environments = [_probe_environment(name, entry, environment) for entry in entries]
+        trial = try_ranks(commands, environments, seconds, Path(folder), {WRONG_VALUES: "got wrong values"})
+    fault = trial.fault or _other_transport(name, trial.logs)
+    milliseconds = _result(trial.logs[0]) if fault is None else None
     if fault is None and milliseconds is None:
         fault = "rank 0 printed no time"
-    return Attempt(name, fault is None, elapsed, milliseconds, fault or "")
+    return Attempt(name, fault is None, trial.seconds, milliseconds, fault or "")
 
 
 def _probe_environment(name: str, entry: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment, with a log that names the transport; modules are found where this process finds them."""
+    """A rank's environment, with a log that names the transport."""
     log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
-    code = {"PYTHONPATH": os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)}
     inherited = {key: value for key, value in environment.items() if key != "NCCL_DEBUG_FILE"}
-    return inherited | FORMS[name] | log | code | {"CUDA_VISIBLE_DEVICES": entry}
+    return inherited | FORMS[name] | log | {"CUDA_VISIBLE_DEVICES": entry}
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: float) -> str | None:
-    """Wait until all ranks ended well, or say what went wrong first."""
-    while True:
-        endings = [_ending(rank.pid) for rank in ranks]
-        for rank, ending in enumerate(endings):
-            if ending:
-                return f"rank {rank} {ending}"
-        if all(ending == "" for ending in endings):
-            return None
-        if time.monotonic() > deadline:
-            return f"no answer within {seconds:g} s"
-        time.sleep(POLL)
-
-
-def _ending(pid: int) -> str | None:
-    """How a child ended, empty if well, None while it runs.
-
-    The child is not waited for, so its id, which is also the group's, is nobody else's until the group is killed.
-    """
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    if found.si_code != os.CLD_EXITED:
-        return f"was killed by {signal.Signals(found.si_status).name}"
-    if found.si_status == WRONG_VALUES:
-        return "got wrong values"
-    return f"ended with exit code {found.si_status}" if found.si_status else ""
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    if ranks:
-        os.killpg(ranks[0].pid, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait()
-
-
-def _other_transport(name: str, logs: Sequence[Path]) -> str | None:
+def _other_transport(name: str, logs: Sequence[str]) -> str | None:
     """What NCCL used in place of the transport that was tried, if its log says so."""
-    used = {word for log in logs for word in CHANNEL.findall(log.read_text(errors="replace"))}
+    used = {word for log in logs for word in CHANNEL.findall(log)}
     return None if not used or WORDS[name] in used else f"NCCL used {' and '.join(sorted(used))} instead"
 
 
-def _result(log: Path) -> float | None:
+def _result(log: str) -> float | None:
     """Milliseconds that rank 0 printed."""
-    for line in log.read_text(errors="replace").splitlines():
+    for line in log.splitlines():
         if line.startswith('{"all_reduce_ms"'):
             with contextlib.suppress(ValueError):
                 return float(json.loads(line)["all_reduce_ms"])
