@@ -1,0 +1,128 @@
+"""`python -m unilab.probes NAME`: run one probe in bounded time and write what it found as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE
+from unilab.probes.findings import Check, Findings
+from unilab.probes.setting import Setting
+from unilab.ranks import VISIBLE_DEVICES
+from unilab.transport import AUTO, Transport, choose_transport
+
+# Each module has `run(setting) -> (checks, measurements)`.
+PROBES = {
+    "correctness": "unilab.probes.correctness",
+    "communication": "unilab.probes.communication",
+    "nccl-capture": "unilab.probes.nccl_capture",
+}
+Probe = Callable[[Setting], tuple[list[Check], list[dict[str, Any]]]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 this host cannot run it."""
+    arguments = _parser().parse_args(argv)
+    began = time.monotonic()
+    try:
+        entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
+        if arguments.probe == "nccl-capture" and arguments.smoke:
+            raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
+    except LookupError as error:
+        return _refuse(error.args[0], EXIT_HOST_UNFIT)
+    except ValueError as error:
+        return _refuse(str(error), EXIT_USAGE)
+    transport = Transport({}, "none", (), "gloo")
+    if not arguments.smoke:
+        transport = choose_transport(entries, AUTO, os.environ)
+    backend = "gloo" if arguments.smoke else "nccl"
+    setting = Setting(tuple(entries), backend, {**os.environ, **transport.variables}, arguments.compile_loss)
+    run: Probe = import_module(PROBES[arguments.probe]).run
+    checks, measurements = run(setting)
+    found = Findings(
+        probe=arguments.probe,
+        smoke=arguments.smoke,
+        backend=backend,
+        world_size=len(entries),
+        devices=_device_names(len(entries), arguments.smoke),
+        versions=_versions(entries, arguments.smoke),
+        transport=transport.name,
+        settings={"compile_loss": arguments.compile_loss},
+        seconds=time.monotonic() - began,
+        checks=tuple(checks),
+        measurements=tuple(measurements),
+    )
+    text = json.dumps(found.to_json(), indent=1) + "\n"
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        arguments.output.write_text(text)
+    return EXIT_OK if found.passed else EXIT_FAILED
+
+
+def choose_entries(world_size: int, smoke: bool, environment: Mapping[str, str]) -> list[str]:
+    """Entries of CUDA_VISIBLE_DEVICES for so many ranks: the first of those given, else of all GPUs.
+
+    Raises:
+        LookupError: where this host shows fewer.
+        ValueError: for fewer than one rank.
+    """
+    if world_size < 1:
+        raise ValueError(f"--world-size {world_size}: must be at least 1")
+    if smoke:
+        return [str(rank) for rank in range(world_size)]
+    import torch
+
+    visible = environment.get(VISIBLE_DEVICES)
+    given = [entry.strip() for entry in visible.split(",") if entry.strip()] if visible is not None else None
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    entries = given[:there] if given is not None else [str(index) for index in range(there)]
+    if len(entries) < world_size:
+        raise LookupError(f"--world-size {world_size} needs as many GPUs, this host shows {len(entries)}; try --smoke")
+    return entries[:world_size]
+
+
+def _device_names(count: int, smoke: bool) -> tuple[str, ...]:
+    """Names of the first visible devices, which are the ranks'."""
+    import torch
+
+    return tuple("cpu" if smoke else torch.cuda.get_device_name(index) for index in range(count))
+
+
+def _versions(entries: Sequence[str], smoke: bool) -> dict[str, str]:
+    import torch
+
+    from unilab.gpus import find_gpus
+
+    found = {"torch": str(torch.__version__)}
+    if smoke:
+        return found
+    driver = find_gpus(entries)[1]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | {"cuda": str(torch.version.cuda), "nccl": nccl} | ({} if driver is None else {"driver": driver})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m unilab.probes", description=__doc__, allow_abbrev=False)
+    parser.add_argument("probe", choices=list(PROBES))
+    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
+    parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON to a file, not to the terminal")
+    return parser
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"probe: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
