@@ -11,6 +11,7 @@ import jinja2
 from repro import text
 from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
+from repro.effects_section import effects_section
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import ceiling_share, headline
@@ -18,6 +19,7 @@ from repro.host import Host
 from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Matrix
+from repro.noise_section import noise_sentence, steadiness_table
 from repro.plan import VISIBLE_DEVICES, shell_command
 from repro.provenance import Source
 from repro.result import Result, missing_cells
@@ -63,6 +65,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "ceiling": matrix.ceiling,
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
+        "effects": effects_section(matrix, result),
         "stages": "; ".join(bounding_stages(evidence).values()),
         "pool": pool_table(evidence) if measured else "",
         "learner": learner_table(evidence) if measured else "",
@@ -72,6 +75,8 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
+        "noise": noise_sentence(result.noise) if measured else "",
+        "steadiness": steadiness_table(result),
         "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),

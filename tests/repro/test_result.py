@@ -42,12 +42,13 @@ def test_the_committed_schema_is_the_models() -> None:
 def test_the_names_others_rely_on() -> None:
     assert list(Result.model_fields) == [
         *("schema_version", "matrix", "smoke", "host", "cells", "groups", "comparisons"),
-        *("probes", "learning", "verdict"),
+        *("probes", "learning", "verdict", "noise"),
     ]
     assert list(CellResult.model_fields) == [
         *("id", "case", "repeat", "status", "reason", "world_size", "steps_per_second", "learner_rows_per_second"),
         *("tail_mean_total_fps", "physics_fraction", "ceiling_share", "exposed_ms", "learner_cycle_ms"),
         *("startup_seconds", "run"),
+        *("trend", "trend_ci_low", "trend_ci_high", "autocorrelation", "effective_points"),
     ]
     names = {kind: list(Result.model_json_schema()["$defs"][kind]["properties"]) for kind in ("GroupResult",)}
     assert names == {"GroupResult": ["case", "n", "mean", "sd", "ci_low", "ci_high"]}
