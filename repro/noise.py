@@ -7,9 +7,8 @@ from typing import Literal
 
 from repro.evidence import Evidence
 from repro.schema import Strict
+from repro.spin import NOISE_LIMIT
 from repro.stats import pooled_spread
-
-NOISE_LIMIT = 0.05  # above it, absolute rates of the session are not compared with those of another
 
 
 class NoiseResult(Strict):

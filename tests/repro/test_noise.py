@@ -10,9 +10,10 @@ import pytest
 from session_builder import finished_session
 
 from repro.evidence import read_evidence
-from repro.noise import NOISE_LIMIT, NoiseResult, session_noise
+from repro.noise import NoiseResult, session_noise
 from repro.noise_section import noise_sentence, steadiness_table
 from repro.result import compute_result
+from repro.spin import NOISE_LIMIT
 
 
 def cell(case: str, rate: float, ceiling: float | None = None, status: str = "measured") -> Any:
