@@ -24,6 +24,7 @@ COMMANDS = {
         *SELECTION,
         *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
+    "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
