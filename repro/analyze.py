@@ -8,6 +8,7 @@ from repro import text
 from repro.schema import canonical_json
 from repro.steadiness import Steadiness
 from repro.throughput import Throughput
+from unilab.names import TOTAL_FPS
 
 
 def analysis(found: Throughput) -> dict[str, Any]:
@@ -55,10 +56,11 @@ def analysis_lines(found: Throughput) -> list[str]:
     window = found.window
     steps = window.last_step - window.first_step
     sensitivity = ", ".join(
-        f"{text.rate(value)} (last {tail:.0%})" for tail, value in sorted(found.window_sensitivity.items())
+        f"{_rate(value)} (last {tail:.0%})" for tail, value in sorted(found.window_sensitivity.items())
     )
+    unit = "env steps/s" if found.tag == TOTAL_FPS else "steps/s"  # of whatever another program counts
     pairs: list[tuple[str, str | None]] = [
-        ("env steps/s", f"{text.rate(found.steps_per_second)}  ({steps:,} steps in {text.number(window.seconds)} s)"),
+        (unit, f"{_rate(found.steps_per_second)}  ({steps:,} steps in {text.number(window.seconds)} s)"),
         ("window", f"{text.count_of(window.points, 'event')} of {found.points:,} (last {found.tail:.0%})"),
         ("other windows", sensitivity),
         ("trend", _trend(found.steadiness)),
@@ -75,6 +77,11 @@ def analysis_lines(found: Throughput) -> list[str]:
     ]
     width = max(len(name) for name, _ in pairs)
     return [f"{name:<{width}}  {value}" for name, value in pairs if value is not None]
+
+
+def _rate(value: float | None) -> str:
+    """A rate; another program's may be a few steps a minute."""
+    return text.rate(value) if value is None or value >= 100 else text.significant(value, 4)
 
 
 def _trend(found: Steadiness) -> str | None:
