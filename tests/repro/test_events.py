@@ -273,7 +273,7 @@ def test_a_reading_that_differs_from_the_records_is_refused(
         read[TAG] = Series(whole.steps, whole.wall_times, whole.values + 1.0)
     else:
         read["more"] = whole
-    monkeypatch.setattr(events, "_read_with_tbparse", lambda path: read)
+    monkeypatch.setattr(events, "_read_with_tbparse", lambda path, tensors: read)
     assert refusal(read_scalars, event_file.parent).code == "readers_disagree"
 
 
