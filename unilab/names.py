@@ -51,3 +51,13 @@ EXIT_USAGE = 2
 EXIT_HOST_UNFIT = 3
 EXIT_INCOMPLETE = 4
 EXIT_INTERRUPTED = 130
+
+
+def rank_tag(tag: str, rank: int) -> str:
+    """The tag under which a run with several ranks logs one rank's own value of a `Perf/` tag.
+
+    Args:
+        tag: as `Perf/iteration_time`.
+        rank: whose value.
+    """
+    return f"Perf/rank{rank}/{tag.removeprefix('Perf/')}"

@@ -10,7 +10,7 @@ from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, pa
 
 
 def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
-    assert builtin_names() == ["learning", "single", "smoke"]
+    assert builtin_names() == ["dual", "learning", "single", "smoke"]
     smoke, single = load_matrix("smoke"), load_matrix("single")
     assert smoke.smoke and not single.smoke
     assert [case.workers for case in smoke.cases] == [1, 2]
