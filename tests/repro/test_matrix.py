@@ -17,6 +17,18 @@ def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
     assert (smoke.repeats, smoke.warmup, len(smoke.cases)) == (3, 1, 2)  # seven cells
     assert (single.iterations, single.repeats) == (300, 3)
     assert [(case.name, case.gpus, case.workers) for case in single.cases] == [("n1", (0,), "default")]
+    dual = load_matrix("dual")
+    assert [(case.name, case.gpus, case.workers) for case in dual.cases] == [
+        ("n1", (0,), "default"),
+        ("n2", (0, 1), "default"),
+    ]
+    assert (dual.iterations, dual.repeats, dual.warmup, dual.ceiling, dual.benchmarks) == (300, 3, 1, True, False)
+    assert [(item.metric, item.expected) for item in dual.comparisons] == [
+        ("steps_per_second", 2.0),
+        ("learner_rows_per_second", 2.0),
+        ("ceiling", 2.0),
+        ("ceiling_share", 1.0),
+    ]
     assert all("algo.save_interval=-1" in matrix.overrides for matrix in (smoke, single))
 
 
@@ -42,6 +54,13 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ('numerator = "fast"', 'numerator = "slow"', "compares 'slow' with itself"),
         ("smoke = true", "smoke = false", "case 'slow' names no GPU; set gpus = [0], or smoke = true"),
         ("workers = 1", "gpus = [0]", "case 'slow' names GPUs [0], but the matrix is smoke"),
+        (
+            'denominator = "slow"',
+            'denominator = "slow"\nmetric = "ceiling"',
+            "comparison 'speedup' needs the physics ceiling; set ceiling = true",
+        ),
+        ('denominator = "slow"', 'denominator = "slow"\nexpected = 0.0', "expected: input should be greater than"),
+        ('denominator = "slow"', 'denominator = "slow"\nmetric = "loss"', "metric: input should be 'steps_per_second'"),
         ("workers = 1", "gpus = [1, 1]", "GPU positions [1, 1] repeat"),
         ("workers = 1", "workers = 0", "workers"),
         ("workers = 1", 'overrides = ["algo.num_envs"]', "override 'algo.num_envs' is not key=value"),
