@@ -99,7 +99,7 @@ def test_the_page_and_the_last_lines_speak_of_both(session: Path) -> None:
     )
     assert "| n2, mean of ranks |" in page and "| n2, rank 1 " in page and "missing" not in page
     assert "| physics_only: n2 / n1, physics ceiling (2 expected) |" in page
-    assert "training.dp_collector_cpu_ids=[[0],[1]]" in page and "| 2 x 1   |" in page
+    assert "training.dp_collector_cpu_ids=[[0],[1]]" in page and " 2 x 1 |" in page
     evidence = read_evidence(session)
     result = compute_result(evidence)
     lines = closing_lines(result, evidence.plan.matrix, bounding_stages(evidence), "report.md", "next")
@@ -205,7 +205,8 @@ SPREAD = "95 % interval [1.950, 1.990], n = 3"
         (
             ASKED,
             {"verdict": "regression"},
-            f"`n2` runs at 1.970\u00d7 the rate of `n1` ({SPREAD}): 98.5 % of the 2 expected, lower by more than 5.0 %.",
+            f"`n2` runs at 1.970\u00d7 the rate of `n1` ({SPREAD}): 98.5 % of the 2 expected, "
+            "lower by more than 5.0 %.",
         ),
         (
             ASKED,
