@@ -114,6 +114,7 @@ def test_an_unknown_matrix_or_file_is_refused() -> None:
 
 
 def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> None:
+    assert matrix_of_cases(["n1", "n2"]) == load_matrix("dual")
     both = matrix_of_cases(["workers2", "workers1"])
     assert [case.name for case in both.cases] == ["workers2", "workers1"]
     assert [item.name for item in both.comparisons] == ["second_worker"]
@@ -126,6 +127,7 @@ def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> No
         (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
         (["n1", "n1"], "repeat a name"),
         (["n1", "workers1"], "the cases do not point to one matrix"),
+        (["n1"], r"the cases do not point to one matrix \(n1 in dual/single\); use --matrix NAME"),
     ],
 )
 def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], message: str) -> None:
