@@ -132,8 +132,9 @@ def unowned(out_dir: Path, plan: Plan) -> list[str]:
     owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
     owned |= {name for probe in plan.matrix.probes for name in (record_file(probe), log_file(probe))}
     folders = (RUNS_DIR, LOGS_DIR, PROBES_DIR)
-    present = [path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")]
-    return [f"{name}: belongs to no cell or probe of {PLAN_FILE}" for name in sorted(present) if name not in owned]
+    strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
+    kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}
+    return [f"{name}: belongs to no {kind} of {PLAN_FILE}" for name, kind in kinds.items()]
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:

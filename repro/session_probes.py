@@ -131,7 +131,7 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
     Raises:
         UsageError: If plan, journal and files contradict each other, or a file is malformed.
     """
-    started = {entry.probe for entry in journal if entry.event == "probe_started"}
+    started = [entry.probe for entry in journal if entry.event == "probe_started"]
     ended = {entry.probe: entry for entry in journal if entry.event == "probe_ended"}
     strange = [name for name in started if name not in plan.matrix.probes]
     if strange:
@@ -173,14 +173,17 @@ def _read(out_dir: Path, asked: Asked, started: bool, entry: Entry | None) -> Pr
     if not (out_dir / log_file(asked.probe)).is_file():
         raise UsageError(f"{log_file(asked.probe)} is missing, though {JOURNAL_FILE} says that its probe ended")
     record = read_canonical(ProbeRecord, out_dir / name, name)
-    problem = None if record.findings is None else _problem(asked, record.findings, entry)
+    problem = _problem(asked, record, entry)
     if problem is not None:
         raise UsageError(f"{name}: {problem}")
     return _evidence(asked.probe, record, entry)
 
 
-def _problem(asked: Asked, found: Findings, entry: Entry) -> str | None:
-    """Why these findings cannot be those of the probe that the journal tells of, or None."""
+def _problem(asked: Asked, record: ProbeRecord, entry: Entry) -> str | None:
+    """Why this record cannot be that of the probe that the journal tells of, or None."""
+    found = record.findings
+    if found is None:
+        return None if record.reason == entry.reason else f"its reason is not that of {JOURNAL_FILE}"
     if entry.outcome != "exited":
         return f"it holds findings, though {JOURNAL_FILE} says {entry.outcome}"
     return asked.deviation(found) or contradiction(found, entry.exit_code)

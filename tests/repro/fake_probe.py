@@ -46,7 +46,7 @@ def findings(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         measurements=(
             {"operation": "all_reduce", "bytes": 1024, "microseconds": 12.5},
             {"operation": "broadcast", "bytes": 2048, "microseconds": float("nan") if mode == "nan" else 7.25},
-            {"host": os.path.expanduser("~/probe")},
+            {"host": str(Path.home() / "probe")},
         ),
     )
     content = found.to_json()
@@ -70,7 +70,7 @@ def main() -> int:
     if "FAKE_PROBE_LOG" in os.environ:
         with Path(os.environ["FAKE_PROBE_LOG"]).open("a") as file:
             file.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {' '.join(sys.argv[1:-2])}\n")
-    print(f"probing in {os.path.expanduser('~')}/probe", flush=True)
+    print(f"probing in {Path.home()}/probe", flush=True)
     if mode == "crash":
         raise RuntimeError("asked to crash")
     if mode == "hang":
