@@ -82,7 +82,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     names = get_args(ProbeName)
     parser.add_argument("probe", metavar="PROBE", choices=names, help=", ".join(names))
     parser.add_argument(
-        "--world-size", metavar="N", type=int, help="ranks, one on each of the first N visible GPUs (default 2 or one)"
+        "--world-size", metavar="N", type=int, help="ranks, on the first N visible GPUs (default 2, or 1 with one GPU)"
     )
     parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
     parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")

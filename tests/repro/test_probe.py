@@ -23,6 +23,7 @@ from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.host import Host
 from repro.journal import read_journal
+from repro.launch import Ended
 from repro.layout import RESULT_FILE
 from repro.manifest import write_manifest
 from repro.matrix import Matrix, ProbeName, parse_matrix
@@ -62,6 +63,12 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     log = tmp_path / "calls"
     monkeypatch.setenv("FAKE_PROBE_LOG", str(log))
     return lambda: log.read_text().splitlines() if log.exists() else []
+
+
+def interrupted(_command: object, _environment: object, _out: object, log: Path, *_: object) -> Ended:
+    """Stands for `run_cell`: the user presses Ctrl-C."""
+    log.touch()
+    return Ended("interrupted", None, 1.0, "by the user")
 
 
 def test_names_are_those_of_the_trainer() -> None:
@@ -189,6 +196,15 @@ def test_a_probe_without_findings_is_one_line_with_its_code(
     if code == 1:
         assert "; its whole output: python " in captured.err
         assert captured.err.endswith(" communication --world-size 2 --smoke\n")
+
+
+def test_an_interrupt_is_exit_code_130(
+    gpus: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(0)
+    monkeypatch.setattr(probe_module, "run_cell", interrupted)
+    assert main(["probe", "correctness", "--smoke"]) == 130
+    assert capsys.readouterr().err == "repro: interrupted\n"
 
 
 def test_json_is_the_probes_own_and_goes_into_a_file_too(
@@ -429,10 +445,7 @@ def test_comparisons_of_a_failed_session_have_no_ratio(tmp_path: Path, monkeypat
 
 
 def test_an_interrupted_probe_is_no_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.launch import Ended
-
-    monkeypatch.setattr(probe_module, "run_cell", lambda _c, _e, _o, log, *_: (
-        log.touch(), Ended("interrupted", None, 1.0, "by the user"))[1])  # fmt: skip
+    monkeypatch.setattr(probe_module, "run_cell", interrupted)
     code, out = run_session(tmp_path, matrix_text({"a": {}}, extra=BOTH))
     result = read_model(Result, out / RESULT_FILE)
     assert code == 130 and result.verdict == "incomplete"
@@ -479,6 +492,12 @@ def drop(event: str) -> Callable[[Path], None]:
     return edit
 
 
+def late(out: Path) -> None:
+    """Probes after the cells."""
+    lines = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    (out / "journal.jsonl").write_text("".join([lines[0], *lines[5:-1], *lines[1:5], lines[-1]]))
+
+
 def swap_plan(out: Path) -> None:
     plan = json.loads((out / "plan.json").read_text())
     plan["matrix"].pop("probes")
@@ -500,6 +519,8 @@ def swap_plan(out: Path) -> None:
         ("ok", changed(lambda r: r.update(findings=None, reason="x")), "its reason is not that of journal.jsonl"),
         ("ok", swap_plan, "journal.jsonl has probe 'correctness', though the matrix does not ask for it"),
         ("ok", drop("probe_"), f"{RECORD} is there, though journal.jsonl says that the probe was not started"),
+        ("ok", drop("probe_started"), "probe 'correctness' ends before it starts"),
+        ("ok", late, "journal.jsonl line 4: probe_started; probes come before everything else"),
         ("ok", drop("probe_ended"), "journal.jsonl has cell_started, though probe 'correctness' interrupted"),
         ("ok", lambda out: (out / "probes/other.json").touch(), "probes/other.json: belongs to no probe of plan.json"),
         ("ok", change("journal.jsonl", '"probe_ended", ', '"probe_started", '), "probe_started of probe 'correctness'"),
