@@ -2,7 +2,7 @@
 
 Every number is the mean over a case's measured runs of their tail means of `Perf/*`. What the named stages leave of a
 tick is its remainder: stated, and no stage. A tag that a run lacks is missing, not zero. A case of several ranks has a
-row of means over them, and one for each rank from the tags of its own.
+row for all of them, from the run's tags, and one for each rank from the tags of its own.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _rows(evidence: Evidence) -> dict[str, dict[str, float]]:
     rows = {}
     for case, means in _measured(evidence).items():
         several = range(ranks[case]) if ranks[case] > 1 else ()
-        rows[f"{case}, mean of ranks" if several else case] = means
+        rows[f"{case}, all ranks" if several else case] = means
         rows |= {f"{case}, rank {rank}": stage_means(evidence, case, rank) for rank in several}
     return rows
 

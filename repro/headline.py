@@ -39,6 +39,8 @@ ONE_RUN = "one run, no interval"
 
 def headline(result: Result, matrix: Matrix) -> str:
     """The answer of the matrix in one line."""
+    if result.verdict == "probe_failed":
+        return _failed_probe(result)
     parts = [_incomplete(result)] if result.verdict == "incomplete" else []
     if matrix.learning:
         parts += [learning_sentence(found, case_of(result, found)) for found in result.learning]
@@ -142,6 +144,12 @@ def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], rep
         f"next: {next_step}",
         report,
     ]
+
+
+def _failed_probe(result: Result) -> str:
+    """The first one; a later one may have been interrupted."""
+    failed = next(probe for probe in result.probes if not probe.passed)
+    return f"Probe `{failed.name}` failed: {failed.detail}. No run was started, so there is no verdict on speed."
 
 
 def _incomplete(result: Result) -> str:

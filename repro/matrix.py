@@ -23,6 +23,7 @@ from repro.errors import UsageError
 from repro.schema import Strict, nearest, parse_model
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
+ProbeName = Literal["correctness", "communication", "nccl-capture"]
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
 # Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
 Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
@@ -147,6 +148,7 @@ class Matrix(Strict):
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
         benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
         ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
+        probes: Run before everything else, with the ranks of the widest case; where one fails, no cell is run.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -169,6 +171,7 @@ class Matrix(Strict):
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
     benchmarks: bool = False
     ceiling: bool = False
+    probes: tuple[ProbeName, ...] = ()
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -208,7 +211,16 @@ class Matrix(Strict):
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what older files do not have, so that their bytes stay what they were."""
         content: dict[str, Any] = serialize(self)
-        return content if self.learning else {key: value for key, value in content.items() if key != "learning"}
+        return {key: value for key, value in content.items() if value or key not in ("learning", "probes")}
+
+    @model_validator(mode="after")
+    def _distinct_probes(self) -> Self:
+        twice = [name for name, count in Counter(self.probes).items() if count > 1]
+        if twice:
+            raise ValueError(f"probe {twice[0]!r} is named {self.probes.count(twice[0])} times; once is enough")
+        if self.smoke and "nccl-capture" in self.probes:
+            raise ValueError("probe 'nccl-capture' is about graphs on GPUs; take it out of a smoke matrix")
+        return self
 
     @model_validator(mode="after")
     def _devices(self) -> Self:

@@ -29,6 +29,7 @@ CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_S
 NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
 PINNING = ("env.cpu_ids=", "training.dp_collector_cpu_ids=")  # of one rank, of several
 CEILING_SNAPSHOTS = 8  # states of a run that its ceiling is measured on
+PROBE_ESTIMATE_SECONDS = {True: 15.0, False: 60.0}  # of one probe by smoke, for the plan's estimate only
 CEILING_ESTIMATE_SECONDS = {True: 3.0, False: 10.0}  # of one measurement by smoke, for the plan's estimate only
 # What `Redactor` puts for a name or a path: it stands for any word, and for anything that begins like a path.
 PLACEHOLDER = re.compile(r"<(?:(?P<name>user|host)|home|project|python)>")
@@ -93,7 +94,7 @@ class Plan(Strict):
         trainer: Start of every cell's command, redacted.
         cleared_environment: Variables taken out of the inherited environment, present ones only.
         timeout_seconds: Limit for one cell.
-        estimated_seconds: Expected duration of all cells.
+        estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
     """
 
@@ -154,6 +155,7 @@ def make_plan(
     able = [cell for cell in cells if cell.skip_reason is None]
     each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
     ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
+    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(matrix.probes)
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -162,7 +164,7 @@ def make_plan(
         trainer=_published(trainer),
         cleared_environment=tuple(name for name in CLEARED if name in inherited),
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
-        estimated_seconds=round(each * len(able) + ceilings, 1),
+        estimated_seconds=round(probes + each * len(able) + ceilings, 1),
         cells=cells,
     )
 

@@ -19,6 +19,7 @@ from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
 from repro.plan import VISIBLE_DEVICES, shell_command
+from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.scaling_section import scaling_section
@@ -71,6 +72,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "missing_stages": missing_tags(evidence),
         "rates_figure": RATES_FIGURE if measured and not matrix.learning else "",
         "steps_figure": STEPS_FIGURE if measured else "",
+        "probes": probes_section(evidence),
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
@@ -282,15 +284,24 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
-        "No correctness probe ran."
-        if any(f"{item.cell.run}/{CEILING_FILE}" in evidence.inputs for item in evidence.cells)
-        else "The physics ceiling of the host was not measured and no correctness probe ran.",
+        *_not_looked_at(evidence),
     ]
     if evidence.plan.source.dirty:
         limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")
     if evidence.plan.source.commit is None:
         limits.append("The commit is unknown; the source hash is all that identifies the code.")
     return limits
+
+
+def _not_looked_at(evidence: Evidence) -> list[str]:
+    """What of the ceiling and the correctness probe is missing, as one sentence or none."""
+    missing = []
+    if not any(f"{item.cell.run}/{CEILING_FILE}" in evidence.inputs for item in evidence.cells):
+        missing.append("the physics ceiling of the host was not measured")
+    if not any(probe.name == "correctness" and probe.findings is not None for probe in evidence.probes):
+        missing.append("no correctness probe ran")
+    sentence = " and ".join(missing)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if missing else []
 
 
 def _scales(matrix: Matrix) -> bool:

@@ -20,6 +20,7 @@ CellStatus = Literal[
 ]
 ComparisonVerdict = Literal["regression", "improved", "no_regression", "suspicious", "insufficient_data"]
 ResultVerdict = Literal[
+    "probe_failed",
     "incomplete",
     "does_not_walk",
     "regression",
@@ -83,7 +84,7 @@ class ComparisonResult(Strict):
 
 
 class ProbeResult(Strict):
-    """A correctness check that ran before the cells."""
+    """A probe that ran before the cells; `detail` is what it found, or why it failed or was not run."""
 
     name: str
     passed: bool
@@ -145,7 +146,7 @@ def compute_result(evidence: Evidence) -> Result:
         cells=tuple(_cell(item) for item in evidence.cells),
         groups=tuple(_group(case.name, evidence) for case in matrix.cases),
         comparisons=comparisons,
-        probes=(),
+        probes=tuple(ProbeResult(name=p.name, passed=p.status == "passed", detail=p.detail) for p in evidence.probes),
         learning=learning,
         verdict=_verdict(evidence, comparisons, learning),
     )
@@ -273,6 +274,8 @@ def _comparison(
 def _verdict(
     evidence: Evidence, comparisons: tuple[ComparisonResult, ...], learning: tuple[LearningResult, ...]
 ) -> ResultVerdict:
+    if any(probe.status == "failed" for probe in evidence.probes):
+        return "probe_failed"
     if missing_cells(evidence):
         return "incomplete"
     if not all(item.walks for item in learning):

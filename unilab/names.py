@@ -44,6 +44,12 @@ MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
 TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
 TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
 
+
+def rank_tag(tag: str, rank: int) -> str:
+    """The tag of one rank's own value of a `Perf/` tag, written where there are several ranks."""
+    return f"Perf/rank{rank}/{tag.removeprefix('Perf/')}"
+
+
 # Exit codes of every command line.
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -51,13 +57,3 @@ EXIT_USAGE = 2
 EXIT_HOST_UNFIT = 3
 EXIT_INCOMPLETE = 4
 EXIT_INTERRUPTED = 130
-
-
-def rank_tag(tag: str, rank: int) -> str:
-    """The tag under which a run with several ranks logs one rank's own value of a `Perf/` tag.
-
-    Args:
-        tag: as `Perf/iteration_time`.
-        rank: whose value.
-    """
-    return f"Perf/rank{rank}/{tag.removeprefix('Perf/')}"

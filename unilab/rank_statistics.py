@@ -1,4 +1,4 @@
-"""The statistics of a tick over all ranks: counts and rates summed, everything else averaged."""
+"""The statistics of a tick over all ranks: counts and rates summed, the rest averaged; each rank's own times beside."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from unilab.names import (
     INFERENCE_MS,
     INVALID_ROWS,
     ITERATION_TIME,
+    LEARNING_TIME,
     PACK_MS,
     PHYSICS_FRACTION,
     TOTAL_FPS,
+    rank_tag,
 )
 
 SUMMED = (TOTAL_FPS, INVALID_ROWS)
@@ -39,7 +41,7 @@ HOST_MEASURES = (
 
 
 class RankStatistics:
-    """The last part of the update phase: one row per rank becomes one row.
+    """The last part of the update phase: one row per rank becomes one row, and each rank's times stay beside it.
 
     Args:
         metrics: `(M,)` this rank's metrics of the tick, at a fixed address.
@@ -47,20 +49,26 @@ class RankStatistics:
         ranks: the ranks.
 
     Attributes:
-        host: `(len(HOST_MEASURES),)` what this rank's host measured of the tick, to be written before.
+        host: `(len(HOST_MEASURES) + 1,)` what this rank's host measured of the tick and the seconds of the update
+            before, to be written before.
         names: tags of `values`.
-        values: `(M + len(HOST_MEASURES),)` over all ranks.
+        values: `(len(names),)`: metrics and measures over all ranks, then, of several ranks, what each one wrote.
     """
 
     def __init__(self, metrics: Tensor, names: Sequence[str], ranks: DataParallel) -> None:
         self._metrics, self._ranks = metrics, ranks
-        self.names = [*names, *HOST_MEASURES]
-        weights = [1.0 if name in SUMMED else 1.0 / ranks.world_size for name in self.names]
+        joined = [*names, *HOST_MEASURES]
+        own = [rank_tag(tag, rank) for rank in range(ranks.world_size) for tag in (*HOST_MEASURES, LEARNING_TIME)]
+        self.names = joined + own if ranks.world_size > 1 else joined
+        weights = [1.0 if name in SUMMED else 1.0 / ranks.world_size for name in joined]
         self._weights = torch.tensor(weights, device=metrics.device)
-        self.host = torch.zeros(len(HOST_MEASURES), device=metrics.device)
+        self.host = torch.zeros(len(HOST_MEASURES) + 1, device=metrics.device)
         self.values = torch.zeros(len(self.names), device=metrics.device)
 
     def run(self) -> None:
         """Gather and combine; static buffers, nothing read on the host."""
-        rows = self._ranks.gather(torch.cat((self._metrics, self.host)))
-        torch.sum(rows * self._weights, 0, out=self.values)
+        rows = self._ranks.gather(torch.cat((self._metrics, self.host)))  # (ranks, M + len(HOST_MEASURES) + 1)
+        joined, own = self.values.split((len(self._weights), len(self.values) - len(self._weights)))
+        torch.sum(rows[:, :-1] * self._weights, 0, out=joined)
+        if own.numel():
+            own.copy_(rows[:, len(self._metrics) :].flatten())

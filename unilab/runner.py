@@ -40,6 +40,7 @@ from unilab.names import (
     STATES_FILE,
     TOTAL_FPS,
     TRAIN_ITERATION,
+    rank_tag,
 )
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.process import CollectorProcess
@@ -117,6 +118,8 @@ class Runner:
         self.registry = StateRegistry()
         self.env_steps = self.iteration = 0
         self.startup_seconds: float | None = None
+        self._update_seconds = 0.0  # of the last update that was read
+        self._update_tags = {rank_tag(LEARNING_TIME, rank) for rank in range(self._ranks.world_size)}
         # Warm-up, capture and replay share one stream of their own.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
@@ -355,7 +358,7 @@ class Runner:
         if self.startup_seconds is None:
             self.startup_seconds = time.time() - psutil.Process().create_time()
         began = time.monotonic_ns()
-        self._metrics.write(tick.measures)
+        self._metrics.write([*tick.measures, self._update_seconds])
         self._metrics.begin()
         with self._stage("update"):
             self._run_update()
@@ -368,8 +371,10 @@ class Runner:
         """Metrics of a tick that is over, of all ranks; times on the device are this rank's."""
         if tick is None or not tick.iteration:
             return {}
-        values, seconds = self._metrics.read()
-        return {**values, LEARNING_TIME: seconds, **self._device_stages(tick)}
+        values, self._update_seconds = self._metrics.read()
+        if tick.iteration == 1:  # no update came before it
+            values = {tag: value for tag, value in values.items() if tag not in self._update_tags}
+        return {**values, LEARNING_TIME: self._update_seconds, **self._device_stages(tick)}
 
     def _device_stages(self, tick: Tick) -> dict[str, float]:
         """Device times of the tick that is over, where there is a timeline."""

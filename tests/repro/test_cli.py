@@ -25,6 +25,7 @@ COMMANDS = {
         *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
+    "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
     "bench": ["PART"],

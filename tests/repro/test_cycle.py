@@ -94,11 +94,11 @@ def test_every_rank_has_a_row_of_its_own() -> None:
     mean = {**TICK, names.BACKEND_MS: 35.0, names.ACTION_WAIT_MS: 4.0}
     found = evidence(mean | one | other, mean | one | other, ranks=2)
     assert cells(pool_table(found)) == [
-        ["n1, mean of ranks", "40.00", "35.00 (87.5 %)", "4.00 (10.0 %)", "1.00 (2.5 %)"],
+        ["n1, all ranks", "40.00", "35.00 (87.5 %)", "4.00 (10.0 %)", "1.00 (2.5 %)"],
         ["n1, rank 0", "40.00", "36.00 (90.0 %)", "3.00 (7.5 %)", "1.00 (2.5 %)"],
         ["n1, rank 1", "40.00", "34.00 (85.0 %)", "5.00 (12.5 %)", "1.00 (2.5 %)"],
     ]
-    assert [row[0] for row in cells(learner_table(found))] == ["n1, mean of ranks", "n1, rank 0", "n1, rank 1"]
+    assert [row[0] for row in cells(learner_table(found))] == ["n1, all ranks", "n1, rank 0", "n1, rank 1"]
     assert missing_tags(found) == ""
 
 

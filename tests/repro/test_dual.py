@@ -97,7 +97,7 @@ def test_the_page_and_the_last_lines_speak_of_both(session: Path) -> None:
     assert (
         "end-to-end *weak scaling*" in page and "A loss against the expected ratio within 5.0 % is tolerated." in page
     )
-    assert "| n2, mean of ranks |" in page and "| n2, rank 1 " in page and "missing" not in page
+    assert "| n2, all ranks |" in page and "| n2, rank 1 " in page and "missing" not in page
     assert "| physics_only: n2 / n1, physics ceiling (2 expected) |" in page
     assert "training.dp_collector_cpu_ids=[[0],[1]]" in page and " 2 x 1 |" in page
     evidence = read_evidence(session)
@@ -326,4 +326,6 @@ def test_two_ranks_of_the_real_trainer_give_a_verified_report(tmp_path: Path, mo
     assert cell.ceiling_share is not None and 0 < cell.ceiling_share < 1.5
     manifest = json.loads((folder / "runs" / "n2_r1" / "manifest.json").read_text())
     assert [rank["cpu_ids"] for rank in manifest["ranks"]] == [[cpu] for cpu in allowed_cpus()[:2]]
+    ticks = (folder / "report.md").read_text().partition("## Where a tick goes")[2].partition("\n## ")[0]
+    assert ticks.count("| n2, rank 1 ") == 2 and "missing" not in ticks
     assert verify([folder], lambda line: None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unilab.data_parallel import DataParallel
-from unilab.names import EXPOSED_MS, INVALID_ROWS, ITERATION_TIME, TOTAL_FPS
+from unilab.names import EXPOSED_MS, INVALID_ROWS, ITERATION_TIME, LEARNING_TIME, PACK_MS, TOTAL_FPS, rank_tag
 from unilab.rank_statistics import HOST_MEASURES, SUMMED, RankStatistics
 
 
@@ -21,7 +21,7 @@ class Pretended(DataParallel):
 def test_counts_and_rates_are_summed_and_the_rest_averaged() -> None:
     metrics = torch.tensor([4.0, 10.0])
     statistics = RankStatistics(metrics, ["Loss/critic", INVALID_ROWS], Pretended(0, 3))
-    statistics.host.copy_(torch.arange(1.0, 1 + len(HOST_MEASURES)))
+    statistics.host.copy_(torch.arange(1.0, 2 + len(HOST_MEASURES)))
     address = statistics.values.data_ptr()
     statistics.run()
     found = dict(zip(statistics.names, statistics.values.tolist(), strict=True))
@@ -33,6 +33,10 @@ def test_counts_and_rates_are_summed_and_the_rest_averaged() -> None:
     assert found[EXPOSED_MS] == pytest.approx(2 * own[EXPOSED_MS])
     assert statistics.values.data_ptr() == address
     assert set(SUMMED) < set(found)
+    assert found["Perf/rank0/iteration_time"] == own[ITERATION_TIME]
+    assert found[rank_tag(PACK_MS, 1)] == 2 * own[PACK_MS]
+    assert [found[rank_tag(LEARNING_TIME, rank)] for rank in range(3)] == [11.0, 22.0, 33.0]
+    assert len(found) == len(statistics.names) == 2 + len(HOST_MEASURES) + 3 * (len(HOST_MEASURES) + 1)
 
 
 def test_one_rank_keeps_its_bits() -> None:
@@ -40,4 +44,5 @@ def test_one_rank_keeps_its_bits() -> None:
     statistics = RankStatistics(metrics, ["a", "b", INVALID_ROWS], DataParallel())
     statistics.host.fill_(1 / 3)
     statistics.run()
-    assert torch.equal(statistics.values, torch.cat((metrics, statistics.host)))
+    assert torch.equal(statistics.values, torch.cat((metrics, statistics.host[:-1])))
+    assert len(statistics.names) == len(statistics.values)

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pytest
 import torch
 from test_train import NAMES, SMALL, Run
 
-from unilab.names import BACKEND_MS, INVALID_ROWS, ITERATION_TIME, TOTAL_FPS
+from unilab.names import BACKEND_MS, INVALID_ROWS, ITERATION_TIME, LEARNING_TIME, TOTAL_FPS, rank_tag
 
 LIMIT = 10.0  # seconds from a failure to the end of everything
 PROGRAM = ["-m", "unilab.train", *NAMES, *SMALL]
@@ -86,6 +87,17 @@ def test_steps_and_rates_are_those_of_all_ranks(run: Run) -> None:
         # The mean of two rates is at least the rate of the mean time, and never above it by much.
         assert 0.99 < record[TOTAL_FPS] * record[ITERATION_TIME] / 16 < 2
         assert line["physics_s"] == pytest.approx(record[BACKEND_MS] / 1e3, rel=1e-6)
+
+
+def test_every_rank_keeps_its_own_times(run: Run) -> None:
+    """Both ranks' values give those of the run; the update's time comes one record later."""
+    for number, record in enumerate(run.scalars):
+        for tag, combine in ((TOTAL_FPS, sum), (ITERATION_TIME, fmean), (BACKEND_MS, fmean)):
+            own = [record[rank_tag(tag, rank)] for rank in range(2)]
+            assert min(own) > 0 and combine(own) == pytest.approx(record[tag], rel=1e-5)
+        assert (rank_tag(LEARNING_TIME, 1) in record) == (number > 0)
+    for before, record in pairwise(run.scalars):
+        assert record[rank_tag(LEARNING_TIME, 0)] == before[LEARNING_TIME]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -125,4 +126,6 @@ def _refuse(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    # A probe that is told to end must end its ranks, which are a process group of their own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())
