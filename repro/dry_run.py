@@ -49,8 +49,8 @@ def _table(plan: Plan) -> str:
             str(number),
             cell.id,
             "warm-up, discarded" if cell.warmup else "skipped" if cell.skip_reason else "measured",
-            str(len(cell.cpu_ids)) if cell.cpu_ids else text.NOTHING,
-            text.cpu_list(cell.cpu_ids or ()),
+            text.workers(cell.pools),
+            text.pools(cell.pools),
             ",".join(cell.gpus) or "none",
             cell.content_sha256[:12],
         ]

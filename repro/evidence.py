@@ -27,7 +27,7 @@ from repro.layout import (
 )
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, check_plan, same_words
+from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
 from repro.run_files import find_value, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
@@ -263,8 +263,9 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
         "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
         "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
     }
-    if any(argument.startswith("env.cpu_ids=") for argument in cell.arguments):
-        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), find_value(config, "env", "cpu_ids"))
+    if is_pinned(cell):
+        key, _, lists = pinning(cell.pools).partition("=")
+        asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"

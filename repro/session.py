@@ -33,7 +33,7 @@ def default_out_dir(plan: Plan, host: Host) -> Path:
     where it is about learning.
     """
     ranks = max(cell.world_size for cell in plan.cells)
-    uses_gpu = any(cell.gpus for cell in plan.cells)
+    uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
     if plan.matrix.learning and what != plan.matrix.name:
         what = f"{plan.matrix.name}_{what}"
