@@ -11,7 +11,7 @@ import torch
 
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
-from unilab.probes.correctness_eager import CYCLES, check_skip, check_updates
+from unilab.probes.correctness_eager import CYCLES, check_updates
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import Learning, State, changed, digest, learned
 from unilab.synthetic import SETTLING_CYCLES, update_errors
@@ -58,9 +58,11 @@ def _compare(part: RankPart, state: State, reference: State, start: State, what:
     worst = max(errors, key=lambda name: errors[name])
     detail = f"{what}, update error {errors[worst]:.2g} ({worst}), "
     if exact:
-        detail += f"{len(apart)} of {len(state)} entries differ, none may" + f": {', '.join(apart[:5])}" * bool(apart)
-        return part.check("graph_equals_eager", not apart, detail)
-    return part.check("graph_equals_eager", errors[worst] <= UPDATE_TOLERANCE, f"{detail}at most {UPDATE_TOLERANCE:g}")
+        names = f": {', '.join(apart[:5])}" if apart else ""
+        detail += f"{len(apart)} of {len(state)} entries differ, none may{names}"
+    else:
+        detail += f"at most {UPDATE_TOLERANCE:g}"
+    part.check("graph_equals_eager", not apart if exact else errors[worst] <= UPDATE_TOLERANCE, detail)
 
 
 def check_memory(part: RankPart, learning: Learning) -> None:
@@ -79,11 +81,6 @@ def _memory() -> tuple[int, int, int]:
     """Bytes allocated, reserved, and free on the device."""
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
-
-
-def check_replayed_skip(part: RankPart, learning: Learning) -> None:
-    """The skip again, by replays."""
-    check_skip(part, learning, "replayed_")
 
 
 def check_recapture(

@@ -22,7 +22,7 @@ from unilab.data_parallel import DataParallel
 from unilab.hardware import choose_device, learner_threads
 from unilab.names import GRAPH_HOOKS
 from unilab.probes.correctness_eager import check_cycles, check_gradients, check_skip, check_start
-from unilab.probes.correctness_graph import check_graph, check_memory, check_recapture, check_replayed_skip
+from unilab.probes.correctness_graph import check_graph, check_memory, check_recapture
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import Learning
 from unilab.probes.setting import Seat
@@ -97,7 +97,7 @@ def check_graphs(
     torch._dynamo.reset()
     learning = check_graph(part, eager, config, device, compiled, ranks)
     part.enter("skipping in replays")
-    check_replayed_skip(part, learning)
+    check_skip(part, learning, "replayed_")
     part.enter("many replays")
     check_memory(part, learning)
     release(learning)

@@ -16,7 +16,7 @@ from torch import distributed
 from unilab.capture import Phase
 from unilab.data_parallel import DataParallel
 from unilab.optim import ParameterGroup
-from unilab.probes import correctness_graph, correctness_rank
+from unilab.probes import correctness_eager, correctness_graph, correctness_rank
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import Learning
 from unilab.probes.setting import Seat
@@ -137,11 +137,9 @@ def graphs(patch: Patch, ranks: DataParallel, times: int = 1, leak: int = 0) -> 
     patch.setattr(torch.cuda, "memory_allocated", lambda: next(bytes_) if leak else 10**6)
     patch.setattr(torch.cuda, "memory_reserved", lambda: 10**7)
     patch.setattr(torch.cuda, "mem_get_info", lambda: (10**8, 10**9))
-    patch.setattr(correctness_graph, "REPLAYS", 10)
-    whole = correctness_rank.check
+    patch.setattr(correctness_graph, "REPLAYS", 3)
 
     def check(part: RankPart, *given: Any) -> None:
-        whole(part, *given)
         eager = Learning(given[0], CPU, False, ranks)
         eager.rank.learner.synchronize()
         correctness_rank.release(correctness_rank.check_graphs(part, eager, *given))
@@ -163,6 +161,8 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = DataParallel.join(seat.rank, seat.world_size, CPU, Path(seat.store))
     config = correctness_rank.configure(seat.rank, seat.backend)
+    correctness_eager.CYCLES = correctness_graph.CYCLES = 2
+    correctness_graph.SETTLING_CYCLES = 1
     for name in seat.options["faults"]:
         part = RankPart(Path(seat.options["out"]) / f"{name}-{seat.rank}.json")
         with pytest.MonkeyPatch.context() as patch:

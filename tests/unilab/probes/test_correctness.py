@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from unilab.probes import correctness
+from unilab.probes.__main__ import main
 from unilab.probes.findings import Check, RankPart, join_parts
 from unilab.probes.setting import Setting
 
@@ -88,9 +89,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Check]]:
     return {name: join_parts([RankPart.read(out / f"{name}-{rank}.json") for rank in range(2)]) for name in FAULTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_fails_the_checks_about_it_and_no_others(fault: str, found: dict[str, list[Check]]) -> None:
-    names = EAGER | GRAPHS if fault.startswith("graphs") else EAGER
+    names = GRAPHS if fault.startswith("graphs") else EAGER
     assert {check.name for check in found[fault]} == names
     assert {check.name for check in found[fault] if not check.passed} == FAULTS[fault], found[fault]
 
@@ -118,6 +120,43 @@ def test_a_rank_that_fails_ends_all_and_says_why() -> None:
     assert "ended with exit code 1" in found["ranks_ended"].detail
     assert "rank 1 at 'eager cycles': OSError: the device fell off" in found["ranks_ended"].detail
     assert found["initial_state_equal"].passed and "finite_updates" not in found
+
+
+def test_a_check_whose_values_must_also_agree_is_one_check(tmp_path: Path) -> None:
+    def part(rank: int, passed: bool, value: str) -> RankPart:
+        found = RankPart(tmp_path / f"{rank}.json")
+        found.check("both", passed, f"found by {rank}")
+        found.same("both", value)
+        return RankPart.read(found.path)
+
+    for one, other, passed in (((True, "a"), (True, "a"), True), ((True, "a"), (True, "b"), False)):
+        (joined,) = join_parts([part(0, *one), part(1, *other)])
+        assert (joined.name, joined.passed, joined.required) == ("both", passed, True)
+        assert joined.detail.startswith("found by 0; ")
+    (joined,) = join_parts([part(0, True, "a"), part(1, False, "a")])
+    assert (joined.passed, joined.detail) == (False, "rank 1: found by 1; the same on 2 ranks: a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compile-loss"], "--compile-loss compiles on GPUs alone; leave it out with --smoke"),
+        (["--world-size", "0"], "--world-size 0: must be at least 1"),
+        (["--output", "nowhere/found.json"], "--output nowhere/found.json: there is no folder nowhere"),
+    ],
+)
+def test_refusals_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["correctness", "--smoke", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"probe: {message}\n")
+
+
+def test_an_interrupt_ends_the_probe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: Setting) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(correctness, "run", interrupted)
+    assert main(["correctness", "--smoke"]) == 130
+    assert capsys.readouterr() == ("", "probe: interrupted\n")
 
 
 @pytest.mark.gpu
