@@ -1,0 +1,71 @@
+"""What every rank of a probe does: end in bounded time, and leave its findings whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unilab.probes.findings import RankPart
+from unilab.probes.setting import Run, Seat
+
+GRACE = 5  # s that the parent's limit comes before this program's own
+ERROR = "error"  # the fact that says what was raised
+
+
+def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int:
+    """Run one rank; what it raises is printed and kept as the fact `error`.
+
+    Args:
+        argv: the rank's place; its option `seconds` is the limit.
+        program: gets the place and the part it fills.
+    """
+    seat = Seat.take(argv)
+    part = RankPart(Path(seat.part))
+    signal.alarm(int(seat.options["seconds"]) + GRACE)  # also where the parent is gone
+    try:
+        program(seat, part)
+    except Exception as error:
+        traceback.print_exc()
+        part.facts[ERROR] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        part.write()
+        os._exit(1)  # a communicator may keep the interpreter from ending
+    return 0
+
+
+def raised(run: Run) -> str | None:
+    """What the first rank that raised something said."""
+    return next((part.facts[ERROR] for part in run.parts if ERROR in part.facts), None)
+
+
+class KnownSums:
+    """Values whose sum over the ranks is known exactly.
+
+    In turn t, element k of rank r is k mod 1024 + r + t. These are whole numbers and so are their sums, below 2^24 for
+    any number of ranks and turns that a probe has, so float32 holds them exactly in any order of addition.
+
+    Args:
+        elements: number of values.
+        rank: this process's rank.
+        world_size: number of ranks.
+        device: where they live.
+    """
+
+    def __init__(self, elements: int, rank: int, world_size: int, device: torch.device) -> None:
+        self._pattern = torch.arange(elements, device=device).remainder_(1024).to(torch.float32)
+        self._rank, self._world_size = rank, world_size
+
+    def fill(self, values: Tensor, turn: int) -> None:
+        """Write this rank's values, `(elements,)`."""
+        torch.add(self._pattern, self._rank + turn, out=values)
+
+    def wrong(self, values: Tensor, turn: int) -> int:
+        """How many of `values`, `(elements,)`, are not the sum; uses them up and waits for the device."""
+        size = self._world_size
+        rest = values.sub_(self._pattern, alpha=size)
+        return int(torch.count_nonzero(rest != size * turn + size * (size - 1) // 2))
