@@ -12,7 +12,7 @@ from unilab.config import load_config
 from unilab.environment import Environment
 from unilab.probes.communication_rank import check_name
 from unilab.probes.findings import Check, join_parts
-from unilab.probes.rank import raised
+from unilab.probes.rank import ERROR, find_raised
 from unilab.probes.setting import Run, Setting
 from unilab.rank_statistics import HOST_MEASURES
 from unilab.sac.learner import SacLearner
@@ -96,9 +96,10 @@ def expected_checks(payloads: Mapping[str, int], captured: bool) -> list[str]:
 
 def _check(name: str, trial: Run, expected: Sequence[str], required: bool) -> list[Check]:
     """How a transport did: that it ended, that values were right, and, where NCCL told, that it was used at all."""
-    error = raised(trial)
-    ended = trial.fault is None
-    detail = f"after {trial.seconds:.1f} s" if ended else f"{trial.fault}{f', {error}' if error else ''}"
+    raised, ended = find_raised(trial.parts), trial.fault is None
+    detail = f"after {trial.seconds:.1f} s" if ended else str(trial.fault)
+    if raised is not None:
+        detail += f", {raised.facts[ERROR]}"
     checks = [Check(f"ended_{name}", ended, detail, required), _check_values(name, trial, expected, required)]
     if name in WORDS:
         other = other_transport(name, trial.logs)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from unilab.probes.findings import RankPart
-from unilab.probes.setting import Run, Seat
+from unilab.probes.setting import Seat
 
 GRACE = 5  # s that the parent's limit comes before this program's own
 ERROR = "error"  # the fact that says what was raised
+MESSAGE = 400  # characters of a message that are kept; those of NCCL say what it was at their end
 
 
 def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int:
@@ -32,15 +33,24 @@ def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int
         program(seat, part)
     except Exception as error:
         traceback.print_exc()
-        part.facts[ERROR] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        part.facts[ERROR] = _describe(error)
         part.write()
         os._exit(1)  # a communicator may keep the interpreter from ending
     return 0
 
 
-def raised(run: Run) -> str | None:
-    """What the first rank that raised something said."""
-    return next((part.facts[ERROR] for part in run.parts if ERROR in part.facts), None)
+def find_raised(parts: Sequence[RankPart]) -> RankPart | None:
+    """The part of the first rank that raised something."""
+    return next((part for part in parts if ERROR in part.facts), None)
+
+
+def _describe(error: BaseException) -> str:
+    """The error in one line, with the one it began with: the end of a capture hides what broke it."""
+    first = error
+    while first.__context__ is not None:
+        first = first.__context__
+    words = [f"{type(one).__name__}: {' '.join(str(one).split())}"[:MESSAGE] for one in (error, first)]
+    return words[0] if first is error else f"{words[0]}, after {words[1]}"
 
 
 class KnownSums:
