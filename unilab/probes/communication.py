@@ -34,13 +34,16 @@ NOISE = 0.5  # of the transfer, by which it differs from one measurement to the 
 def run(setting: Setting) -> tuple[list[Check], list[dict[str, Any]]]:
     """Measure the transport that training uses, then each other one forced; only the first decides."""
     on_gpu = setting.backend == "nccl"
+    seconds = SECONDS if on_gpu else SMOKE_SECONDS
+    payloads = payload_elements(len(setting.entries))
     options = {
-        "payloads": payload_elements(len(setting.entries)),
+        "payloads": payloads,
         "delayed": DELAYED,
         "delay_ms": 20.0 if on_gpu else 50.0,
         "copies": COPIES,
         "repeats": 50 if on_gpu else 10,
-        "seconds": SECONDS if on_gpu else SMOKE_SECONDS,
+        "replays": 20,
+        "seconds": seconds,
     }
     checks: list[Check] = []
     rows: list[dict[str, Any]] = []
@@ -48,8 +51,8 @@ def run(setting: Setting) -> tuple[list[Check], list[dict[str, Any]]]:
     transports = transports_to_try(setting)
     used = next(iter(transports))
     for name, variables in transports.items():
-        trial = logged.run(PROGRAM, options, options["seconds"], variables)
-        found = _check(name, trial, expected_checks(options["payloads"], on_gpu), required=name == used)
+        trial = logged.run(PROGRAM, options, seconds, variables)
+        found = _check(name, trial, expected_checks(payloads, on_gpu), required=name == used)
         checks += found
         if all(check.passed for check in found if check.name == f"carried_by_{name}"):
             rows += join_rows(name, trial)

@@ -142,7 +142,8 @@ class Measuring:
             payload: what is reduced.
             delay_ms: how late one rank comes.
         """
-        repeats, captured = int(self._seat.options["repeats"]), payload.graph is not None
+        captured = payload.graph is not None
+        repeats = int(self._seat.options["replays" if captured else "repeats"])
         turns = [self._turn(payload, delay_ms) for _ in range(WARM_UPS + repeats)]
         wrong, sums = sum(turn.wrong for turn in turns), len(turns) * payload.copies
         self._part.check(check_name(name, captured, delay_ms > 0), wrong == 0, f"{wrong} values wrong in {sums} sums")

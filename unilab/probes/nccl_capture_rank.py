@@ -32,7 +32,7 @@ def capture(seat: Seat, part: RankPart) -> None:
         init_method=f"file://{seat.store}",
         rank=seat.rank,
         world_size=seat.world_size,
-        timeout=timedelta(minutes=10),  # what hangs is ended from outside, and only then
+        timeout=timedelta(minutes=10),  # long, so that the parent ends what hangs
         device_id=device if early else None,
     )
     if seat.options["warmed_up"]:

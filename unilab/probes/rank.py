@@ -16,7 +16,7 @@ from unilab.probes.setting import Seat
 
 GRACE = 5  # s that the parent's limit comes before this program's own
 ERROR = "error"  # the fact that says what was raised
-MESSAGE = 400  # characters of a message that are kept; those of NCCL say what it was at their end
+MESSAGE = 600  # characters of a message that are kept
 
 
 def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int:
