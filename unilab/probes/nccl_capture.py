@@ -61,7 +61,7 @@ class Outcome:
     Attributes:
         word: `worked`, `wrong values`, `raised`, `hung` or `died`.
         detail: the word with what there is to say.
-        stage: what rank 0 had begun last, or the rank that raised.
+        stage: what a rank had begun last: the one that raised, else the first that told.
     """
 
     word: str
@@ -85,8 +85,8 @@ def run(setting: Setting) -> tuple[list[Check], list[dict[str, Any]]]:
 def classify(trial: Run) -> Outcome:
     """What a run of one case shows."""
     raised = find_raised(trial.parts)
-    source = trial.parts[0] if raised is None else raised
-    stage = source.facts.get(STAGE, "start")
+    sources = trial.parts if raised is None else [raised]
+    stage = next((part.facts[STAGE] for part in sources if STAGE in part.facts), "start")
     if trial.fault is None:
         values = next((check for check in join_parts(trial.parts) if check.name == VALUES), None)
         word = "worked" if values is not None and values.passed else "wrong values"
