@@ -102,7 +102,7 @@ def _check(name: str, trial: Run, expected: Sequence[str], required: bool) -> li
     raised, ended = find_raised(trial.parts), trial.fault is None
     detail = f"after {trial.seconds:.1f} s" if ended else str(trial.fault)
     if raised is not None:
-        detail += f", {raised.facts[ERROR]}"
+        detail += f"; {raised.facts[ERROR]}"
     checks = [Check(f"ended_{name}", ended, detail, required), _check_values(name, trial, expected, required)]
     if name in WORDS:
         other = other_transport(name, trial.logs)

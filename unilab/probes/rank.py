@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from unilab.probes.findings import RankPart
 from unilab.probes.setting import Seat
 
 GRACE = 5  # s that the parent's limit comes before this program's own
-ERROR = "error"  # the fact that says what was raised
+ERROR = "error"  # the fact that says what was raised, and by which rank
+RAISED_AT = "raised_at"  # the fact that says when, s on the host's clock
 MESSAGE = 600  # characters of a message that are kept
 
 
@@ -33,15 +35,15 @@ def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int
         program(seat, part)
     except Exception as error:
         traceback.print_exc()
-        part.facts[ERROR] = _describe(error)
+        part.facts |= {ERROR: f"rank {seat.rank}: {_describe(error)}", RAISED_AT: time.monotonic()}
         part.write()
         os._exit(1)  # a communicator may keep the interpreter from ending
     return 0
 
 
 def find_raised(parts: Sequence[RankPart]) -> RankPart | None:
-    """The part of the first rank that raised something."""
-    return next((part for part in parts if ERROR in part.facts), None)
+    """The part of the rank that raised something first; the others may then fail of its absence."""
+    return min((part for part in parts if ERROR in part.facts), key=lambda part: part.facts[RAISED_AT], default=None)
 
 
 def _describe(error: BaseException) -> str:

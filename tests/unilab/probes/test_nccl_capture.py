@@ -17,7 +17,7 @@ from unilab.probes.__main__ import main
 from unilab.probes.findings import Check, RankPart
 from unilab.probes.nccl_capture import CASES, classify
 from unilab.probes.nccl_capture_rank import STAGE, VALUES
-from unilab.probes.rank import ERROR
+from unilab.probes.rank import ERROR, RAISED_AT
 from unilab.probes.setting import Run, Setting
 
 # A rank that does what FAKE_PLAN says for its case, `work` where it says nothing.
@@ -35,7 +35,7 @@ part.write()
 if what == "raise":
     if seat.rank == 0:
         time.sleep(60)
-    part.facts["error"] = "RuntimeError: not permitted"
+    part.facts |= {"error": "rank 1: RuntimeError: not permitted", "raised_at": 1.0}
     part.write()
     os._exit(1)
 if what == "hang":
@@ -97,7 +97,7 @@ def test_warm_up_is_what_decides(probe: Probe) -> None:
         "worked",
     ]
     assert checks[1].detail == "wrong values: rank 1: 5 values wrong in 10 replays"
-    assert checks[4].detail == "raised: RuntimeError: not permitted (at capture)"
+    assert checks[4].detail == "raised: rank 1: RuntimeError: not permitted (at capture)"
     assert checks[5].detail == "hung (no answer within 5 s, at capture)"
     assert checks[6].detail.startswith("died: rank ")
     assert checks[6].detail.endswith("was killed by SIGSEGV (at capture)")
@@ -105,8 +105,12 @@ def test_warm_up_is_what_decides(probe: Probe) -> None:
     assert rows[5]["seconds"] >= 5
 
 
-def part(**facts: str) -> RankPart:
+def part(**facts: Any) -> RankPart:
     return RankPart(Path("unused"), facts=facts)
+
+
+BROKEN = part(stage="capture", error="rank 1: E: x", raised_at=2.0)
+LATER = part(stage="replay", error="rank 0: peer is gone", raised_at=2.1)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +119,18 @@ def part(**facts: str) -> RankPart:
         (None, [part(), part()], "wrong values", "start"),  # nobody checked any
         (
             "rank 1 ended with exit code 1",
-            [part(stage="replay"), part(stage="capture", error="E: x")],
+            [part(stage="replay"), BROKEN],
             "raised",
             "capture",
         ),
-        ("no answer within 3 s", [part(stage="capture"), part(stage="capture", error="E: x")], "raised", "capture"),
+        ("rank 0 ended with exit code 1", [LATER, BROKEN], "raised", "capture"),
+        ("no answer within 3 s", [part(stage="capture"), BROKEN], "raised", "capture"),
         ("no answer within 3 s", [part(stage="warm-up"), part()], "hung", "warm-up"),
         ("rank 0 ended with exit code 1", [part(), part()], "died", "start"),
     ],
 )
 def test_outcomes(fault: str | None, parts: list[RankPart], word: str, stage: str) -> None:
-    assert (ERROR, STAGE) == ("error", "stage")
+    assert (ERROR, RAISED_AT, STAGE) == ("error", "raised_at", "stage")
     found = classify(Run(fault, 1.0, ("", ""), parts))
     assert (found.word, found.stage) == (word, stage)
     assert found.detail.startswith(word)

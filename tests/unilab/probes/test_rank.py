@@ -12,7 +12,7 @@ import pytest
 
 from unilab.probes import rank
 from unilab.probes.findings import RankPart
-from unilab.probes.rank import ERROR, find_raised, serve
+from unilab.probes.rank import ERROR, RAISED_AT, find_raised, serve
 from unilab.probes.setting import Seat
 
 Program = Callable[[Seat, RankPart], None]
@@ -51,14 +51,15 @@ def fail_late(seat: Seat, part: RankPart) -> None:
 def test_what_broke_a_capture_is_kept(ended: Callable[[Program], tuple[int, RankPart]]) -> None:
     _, part = ended(fail_in_a_capture)
     assert part.facts[ERROR] == (
-        "ValueError: capture was invalidated, after RuntimeError: operation not permitted when stream is capturing"
+        "rank 0: ValueError: capture was invalidated, "
+        "after RuntimeError: operation not permitted when stream is capturing"
     )
     assert [check.name for check in part.checks] == ["before"]
 
 
 def test_long_messages_are_cut(ended: Callable[[Program], tuple[int, RankPart]]) -> None:
     _, part = ended(fail_late)
-    assert part.facts[ERROR] == f"OSError: {'x' * 591}"
+    assert part.facts[ERROR] == f"rank 0: OSError: {'x' * 591}"
 
 
 def test_a_good_end_leaves_no_error(ended: Callable[[Program], tuple[int, RankPart]]) -> None:
@@ -66,6 +67,6 @@ def test_a_good_end_leaves_no_error(ended: Callable[[Program], tuple[int, RankPa
     assert (code, find_raised([part])) == (0, None)
 
 
-def test_the_first_rank_that_raised_is_found() -> None:
-    parts = [RankPart(Path(name), facts=facts) for name, facts in (("a", {}), ("b", {ERROR: "x"}), ("c", {ERROR: "y"}))]
-    assert find_raised(parts) is parts[1]
+def test_the_rank_that_raised_first_is_found() -> None:
+    parts = [RankPart(Path(name), facts={ERROR: name, RAISED_AT: when}) for name, when in (("a", 2.5), ("b", 2.4))]
+    assert find_raised([RankPart(Path("c")), *parts]) is parts[1]
