@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
+        if arguments.probe != "correctness" and arguments.world_size == 1:
+            raise ValueError(f"{arguments.probe} is about data between ranks; --world-size must be at least 2")
         if arguments.probe == "nccl-capture" and arguments.smoke:
             raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
         if arguments.compile_loss and arguments.smoke:

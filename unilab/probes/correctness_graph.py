@@ -17,6 +17,7 @@ from unilab.probes.learning import Learning, State, changed, digest, learned
 from unilab.synthetic import SETTLING_CYCLES, update_errors
 
 UPDATE_TOLERANCE = 2e-2  # of a bfloat16 cycle; fused operations keep float32 where separate ones round in between
+SCALAR_TOLERANCE = 6e-2  # of the temperature, whose one gradient follows a mean; 1.7e-2 was seen
 REPLAYS = 1000
 FREE_MEMORY_SLACK = 8 * 2**20  # bytes; the driver hands out device memory in pieces of 2 MiB
 
@@ -55,14 +56,15 @@ def check_graph(
 def _compare(part: RankPart, state: State, reference: State, start: State, what: str, exact: bool) -> None:
     """Bit for bit where `exact`: not where code is compiled, nor where a sum of more than two has an order."""
     apart, errors = changed(state, reference, state), update_errors(state, reference, start)
-    worst = max(errors, key=lambda name: errors[name])
+    limits = {name: SCALAR_TOLERANCE if name == "temperature" else UPDATE_TOLERANCE for name in errors}
+    worst = max(errors, key=lambda name: errors[name] / limits[name])
     detail = f"{what}, update error {errors[worst]:.2g} ({worst}), "
     if exact:
         names = f": {', '.join(apart[:5])}" if apart else ""
         detail += f"{len(apart)} of {len(state)} entries differ, none may{names}"
     else:
-        detail += f"at most {UPDATE_TOLERANCE:g}"
-    part.check("graph_equals_eager", not apart if exact else errors[worst] <= UPDATE_TOLERANCE, detail)
+        detail += f"at most {limits[worst]:g}"
+    part.check("graph_equals_eager", not apart if exact else errors[worst] <= limits[worst], detail)
 
 
 def check_memory(part: RankPart, learning: Learning) -> None:
