@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
-from repro.matrix import builtin_names
+from repro.matrix import ProbeName, builtin_names
 from unilab.names import EXIT_USAGE, TOTAL_FPS
 
 
@@ -30,6 +30,7 @@ def build_parser() -> Parser:
         ("run", "run a matrix and write its report", _add_run),
         ("scaling", "a quick look at one GPU against several, for diagnosis", _add_scaling),
         ("analyze", "the metric of one run", _add_analyze),
+        ("probe", "whether ranks compute, communicate and capture as they must", _add_probe),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
         ("bench", "short benchmarks of this host; nothing is published", _add_bench),
@@ -83,6 +84,18 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder with one TensorBoard event file")
     parser.add_argument("--tag", metavar="T", default=TOTAL_FPS, help=f"events to use (default {TOTAL_FPS})")
     parser.add_argument("--tail", metavar="F", type=float, default=0.5, help="last part of the events (default 0.5)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    names = get_args(ProbeName)
+    parser.add_argument("probe", metavar="PROBE", choices=names, help=", ".join(names))
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, help="ranks, on the first N visible GPUs (default 2, or 1 with one GPU)"
+    )
+    parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
+    parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -18,7 +18,7 @@ def effects_section(matrix: Matrix, result: Result) -> str:
     """One table for each base case that two or more comparisons of one metric share; empty without such a base."""
     bases: dict[tuple[str, str], list[Effect]] = {}
     for item, found in zip(matrix.comparisons, result.comparisons, strict=True):
-        if found.ratio is not None:
+        if found.ratio is not None and item.expected == 1.0:  # more ranks are no change of the base case
             bases.setdefault((item.denominator, found.metric), []).append((item, found))
     shared = {base: effects for (base, _), effects in bases.items() if len(effects) > 1}
     parts = [f"{_table(base, effects)}\n\n{_summary(effects)}" for base, effects in shared.items()]

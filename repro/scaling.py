@@ -18,7 +18,8 @@ from repro.arguments import build_parser
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host, gpu_label
 from repro.layout import RESULT_FILE
-from repro.matrix import Case, Comparison, Matrix, adjust
+from repro.matrix import Case, Comparison, Matrix, Metric, adjust
+from repro.output import require_new
 from repro.plan import Plan, make_plan
 from repro.provenance import find_source
 from repro.schema import canonical_json, read_model
@@ -42,7 +43,7 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
     from repro.live import LastingStream
     from repro.session import REPORTS, create_out_dir
 
-    _require_new(arguments.out_json)
+    require_new(arguments.out_json, "--out-json")
     host, topology = find_host()
     devices = choose_devices(arguments.devices, host)
     matrix = adjust(scaling_matrix(devices), arguments.iterations, None, tuple(arguments.extra_overrides))
@@ -88,7 +89,11 @@ def scaling_matrix(devices: Sequence[int]) -> Matrix:
         name = f"n{len(devices)}"
         reason = f"{len(devices)} ranks, each with environments and a batch of its own."
         cases.append(Case(name=name, reason=reason, gpus=tuple(devices)))
-        comparisons.append(Comparison(name="scaling", numerator=name, denominator="n1"))
+        metrics: dict[str, Metric] = {"steps": "steps_per_second", "rows": "learner_rows_per_second"}
+        comparisons += [
+            Comparison(name=what, metric=metric, numerator=name, denominator="n1", expected=float(len(devices)))
+            for what, metric in metrics.items()
+        ]
     return Matrix(
         name="scaling",
         reason="A quick look at one GPU against several, for diagnosis: one short run of each.",
@@ -152,17 +157,3 @@ def scaling_table(found: dict[str, Any]) -> str:
 
 def _relative(value: float | None, one: float | None) -> float | None:
     return value / one if value is not None and one is not None else None
-
-
-def _require_new(path: Path | None) -> None:
-    """Refuse an output file before anything runs, rather than after.
-
-    Raises:
-        UsageError: If it exists, or its folder does not.
-    """
-    if path is None:
-        return
-    if path.exists() or path.is_symlink():
-        raise UsageError(f"--out-json {path} exists; older results are never replaced, choose another name")
-    if not path.parent.is_dir():
-        raise UsageError(f"--out-json {path}: there is no folder {path.parent}; make it first")

@@ -8,8 +8,8 @@ from session_builder import TRAINER, make_host
 
 from repro.cli import main
 from repro.errors import HostUnfitError, UsageError
-from repro.scaling import choose_devices, scaling_matrix, scaling_table, summarize
-from repro.text import ratio
+from repro.scaling import choose_devices, scaling_matrix
+from repro.text import NOTHING, ratio
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_second_session_replaces_nothing(here: Path, capfd: pytest.CaptureFixt
         (["--devices", "0", "--iterations", "0"], 2, "--iterations 0: must be at least 1"),
         (["--devices", "0", "--extra-overrides", "a"], 2, "override 'a' is not key=value"),
         (["--devices", "0", "--extra-overrides", "training.log_dir=x"], 2, "training.log_dir is set by the suite"),
-        (["--devices", "0", "--out-json", "no/where.json"], 2, "--out-json no/where.json: there is no folder no"),
+        (["--devices", "0", "--out-json", "no/where.json"], 2, "--out-json no/where.json: no is not a folder"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line_and_starts_nothing(
@@ -96,24 +96,29 @@ def test_devices_are_the_first_two_or_the_only_one() -> None:
 def test_several_devices_make_one_rank_and_then_all() -> None:
     matrix = scaling_matrix((2, 0))
     assert [(case.name, case.gpus) for case in matrix.cases] == [("n1", (2,)), ("n2", (2, 0))]
-    assert [(c.numerator, c.denominator) for c in matrix.comparisons] == [("n2", "n1")]
+    assert [(c.numerator, c.denominator) for c in matrix.comparisons] == [("n2", "n1")] * 2
     assert (matrix.iterations, matrix.repeats, matrix.warmup) == (60, 1, 0)
     assert scaling_matrix((0,)).comparisons == ()
 
 
-def test_rates_are_relative_to_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
+def test_two_devices_run_one_and_then_both(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaling", "--out-json", "x.json"], trainer=TRAINER) == 0
+    one, two = json.loads((here / "x.json").read_text())["runs"]
+    assert [(run["ranks"], run["devices"]) for run in (one, two)] == [(1, [0]), (2, [0, 1])]
+    assert two["steps_relative"] == pytest.approx(two["steps_per_second"] / one["steps_per_second"])
+    assert two["learner_rows_relative"] == pytest.approx(2.0, rel=0.05)  # twice the CPUs, twice the rate
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-2].split()[:2] == ["2", "0,1"] and lines[-2].split()[3] == ratio(two["steps_relative"])
 
-    def cell(ranks: int, steps: float | None, rows: float | None) -> SimpleNamespace:
-        rates = {"steps_per_second": steps, "learner_rows_per_second": rows}
-        return SimpleNamespace(world_size=ranks, status="measured", reason=None, **rates)
 
-    plan = SimpleNamespace(matrix=scaling_matrix((0, 1)))
-    result = SimpleNamespace(cells=[cell(1, 100.0, 400.0), cell(2, 190.0, 600.0)], verdict="measured")
-    monkeypatch.setattr("repro.scaling.read_model", lambda *_: result)
-    found = summarize(plan, (0, 1), tmp_path)  # type: ignore[arg-type]
-    assert [(run["steps_relative"], run["learner_rows_relative"]) for run in found["runs"]] == [(1.0, 1.0), (1.9, 1.5)]
-    assert found["runs"][1]["devices"] == [0, 1]
-    assert scaling_table(found).splitlines()[2].split() == ["2", "0,1", "190", ratio(1.9), "600", ratio(1.5)]
-    result.cells[0] = cell(1, None, None)
-    assert summarize(plan, (0, 1), tmp_path)["runs"][1]["steps_relative"] is None  # type: ignore[arg-type]
+def test_a_run_without_a_number_has_no_ratio(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_MODE", "nan")
+    assert main(["scaling", "--out-json", "x.json"], trainer=TRAINER) == 4
+    runs = json.loads((here / "x.json").read_text())["runs"]
+    assert {(run["status"], run["steps_per_second"], run["steps_relative"]) for run in runs} == {
+        ("refused", None, None)
+    }
+    assert "non_finite" in runs[0]["reason"]
+    assert capfd.readouterr().out.splitlines()[-2].split()[2:] == [NOTHING] * 4
