@@ -6,7 +6,7 @@ import os
 
 from repro import text
 from repro.gpus import GpuLoad, gpu_loads
-from repro.host import Host
+from repro.host import Host, gpu_links
 from repro.matrix import Matrix, builtin_names, load_matrix
 from repro.place import Cpu
 from repro.plan import make_plan
@@ -143,16 +143,8 @@ def _cpu(host: Host) -> str:
 
 
 def _links(host: Host) -> str:
-    """Links between GPUs, equal ones together; then each GPU's NUMA node."""
-    pairs: dict[str, list[str]] = {}
-    for link in host.gpu_links:
-        pairs.setdefault(link.link, []).append(f"{link.first}-{link.second}")
-    joined = "; ".join(
-        f"{link} ({'all pairs' if len(pairs) == 1 and len(names) > 1 else ' '.join(names)})"
-        for link, names in pairs.items()
-    )
     nodes = " ".join("?" if gpu.numa_node is None else f"{gpu.numa_node}" for gpu in host.gpus)
-    return f"{joined}; NUMA nodes {nodes}"
+    return f"{gpu_links(host)}; NUMA nodes {nodes}"
 
 
 def _loads(loads: tuple[GpuLoad, ...]) -> str:

@@ -184,6 +184,16 @@ def visible_gpus(variable: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, ...]
     return tuple(entries[:ending])
 
 
+def gpu_links(host: Host) -> str:
+    """What joins the GPUs, equal links together, as in ``NVLink (0-1 0-2); one PCIe switch (1-2)``."""
+    pairs: dict[str, list[str]] = {}
+    for link in host.gpu_links:
+        pairs.setdefault(link.link, []).append(f"{link.first}-{link.second}")
+    if len(pairs) == 1 and len(host.gpu_links) > 1:
+        return f"{next(iter(pairs))} (all pairs)"
+    return "; ".join(f"{link} ({' '.join(names)})" for link, names in pairs.items())
+
+
 def gpu_label(gpus: tuple[Gpu, ...], count: int) -> str:
     """Short name of the GPU and how many are used, as in ``h200x1`` or ``rtx5090x2``."""
     words = gpus[0].name.lower().replace("-", " ").split()

@@ -45,6 +45,8 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert "weak scaling" not in found["Limits"] and "Convergence was not verified" in found["Limits"]
     assert "2 runs of each case: the 95 % intervals are Student t" in found["Limits"]
     assert "SMOKE" in found["Limits"]
+    for row in ("frequency governor", "sockets, NUMA nodes", "| nccl", "| trainer"):
+        assert row in found["Environment"]
     assert "(figures/rates.svg)" in found["Result"] and "(figures/steps.svg)" in found["Runs"]
     assert "| fast_r1" in found["Runs"] and "tail mean of `Perf/total_fps`" in found["Runs"]
     assert "| speedup: fast / slow |" in found["Result"] and "| improved |" in found["Result"]
