@@ -198,7 +198,9 @@ def _rows(base: Side, current: Side, max_drop: float) -> Iterator[Row]:
             if metric in OF_THE_HOST and not all(sides):
                 continue  # the share is missing with it
             obstacle = rates if metric == "steps_per_second" else None
-            yield from compare_number(f"{case}: {what}", form, sides[0], sides[1], _obstacle(metric) or obstacle, max_drop)
+            yield from compare_number(
+                f"{case}: {what}", form, sides[0], sides[1], _obstacle(metric) or obstacle, max_drop
+            )
         yield from _vanished(base, current, case)
     for item in {item.name: item for side in (current, base) for item in side.matrix.comparisons}.values():
         sides = [_groups(side, item) for side in (base, current)]

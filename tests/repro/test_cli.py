@@ -27,6 +27,7 @@ COMMANDS = {
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
+    "gate": ["CURRENT", "--baseline", "--max-drop", "--junit"],
     "bench": ["PART"],
 }
 BENCHES = {
