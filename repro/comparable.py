@@ -34,10 +34,10 @@ class Side:
 
     Attributes:
         name: How messages call it: its folder.
-        source: The code it measured, in short.
+        source: The code it measured, in short, and whether it had changes.
         matrix: Its matrix.
         result: Its numbers.
-        settings: Resolved settings of a measured run of each case, flat, without those of placement.
+        settings: Resolved settings of a measured run of each case by dotted key.
         events: Hashes of its event files.
     """
 
@@ -75,9 +75,10 @@ def read_side(folder: Path) -> Side:
         raise UsageError(f"{folder} does not verify: {check.problems[0]}{more}; see repro verify {folder}")
     assert check.report is not None
     evidence, result = check.report.evidence, check.report.result
+    source = evidence.plan.source
     return Side(
         name=str(folder),
-        source=evidence.plan.source.short,
+        source=f"{source.short} with changes" if source.dirty else source.short,
         matrix=evidence.plan.matrix,
         result=result,
         settings=_settings(folder, evidence),
@@ -96,6 +97,9 @@ def refuse_incomparable(base: Side, current: Side) -> None:
             raise UsageError(f"{side.name} is a smoke report, which is never a benchmark; give one of a GPU host")
         if side.matrix.learning:
             raise UsageError(f"{side.name} is a learning report, which gives no verdict on speed; give another matrix")
+    failed = [probe.name for probe in base.result.probes if not probe.passed]
+    if failed:
+        raise UsageError(f"{base.name} is no baseline, its probe {failed[0]} did not pass; give another report")
     if base.events & current.events:
         raise UsageError(f"{current.name} and {base.name} hold the same runs; give the report of other runs")
     found = _differing(base, current)
@@ -168,8 +172,7 @@ def _settings(folder: Path, evidence: Evidence) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for item in evidence.cells:
         if item.status == "measured" and item.cell.case not in found:
-            flat = flatten(read_json(folder / item.cell.run / CONFIG_FILE))
-            found[item.cell.case] = {key: value for key, value in flat.items() if key not in PLACED}
+            found[item.cell.case] = flatten(read_json(folder / item.cell.run / CONFIG_FILE))
     return found
 
 
@@ -192,7 +195,7 @@ def _differing(base: Side, current: Side) -> tuple[str, Any, Any] | None:
         if other is not None:
             pairs += [(f"{name} of {case.name}", getattr(case, name), getattr(other, name)) for name in CASE_SETTINGS]
             old, new = (side.settings.get(case.name, {}) for side in (base, current))
-            pairs += [(f"{key} of {case.name}", old[key], new[key]) for key in old if key in new]
+            pairs += [(f"{key} of {case.name}", old[key], new[key]) for key in old if key in new and key not in PLACED]
     comparisons = {item.name: item for item in current.matrix.comparisons}
     for item in base.matrix.comparisons:
         if item.name in comparisons:

@@ -165,16 +165,12 @@ def judge(base: Side, current: Side, max_drop: float) -> Gate:
     probes = judge_probes(current.matrix, base.result.probes, current.result.probes)
     failed = not all(probe.passed for probe in probes)
     rows = () if failed else tuple(_rows(base, current, max_drop))
-    if not failed and all(row.verdict == "not_judged" for row in rows):
-        reasons = dict.fromkeys(f"{row.name}: {row.reason}" for row in rows)
-        raise UsageError(f"no number of {current.name} can be judged: {'; '.join(reasons)}")
-    missing = [
-        [f"{cell.id} {cell.status.replace('_', ' ')}" for cell in side.result.cells if not _counts(cell)]
-        for side in (base, current)
-    ]
-    incomplete = [f"the baseline is incomplete: {', '.join(missing[0])}"] if missing[0] else []
-    others = (*incomplete, *remarks(base, current))
-    return Gate(base, current, max_drop, probes, rows, tuple(missing[1]), others)
+    missing = _missing(current)
+    if not failed and not missing and all(row.verdict == "not_judged" for row in rows):
+        reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
+        raise UsageError(f"no number of {current.name} can be judged: {reasons}")
+    incomplete = [f"the baseline is incomplete: {', '.join(gone)}"] if (gone := _missing(base)) else []
+    return Gate(base, current, max_drop, probes, rows, missing, (*incomplete, *remarks(base, current)))
 
 
 def judge_probes(
@@ -182,12 +178,10 @@ def judge_probes(
 ) -> tuple[ProbeResult, ...]:
     """Every probe that the report has, that its matrix names or that the baseline had; a missing one has not passed."""
     found = {probe.name: probe for probe in current}
-    asked: tuple[str, ...] = getattr(matrix, "probes", ())
+    asked: tuple[str, ...] = getattr(matrix, "probes", ())  # a matrix of this version cannot name any yet
     missing = "asked for by the matrix or in the baseline, but the report has none"
     names = dict.fromkeys((*asked, *(probe.name for probe in base), *found))
-    plain = [found.get(name) or ProbeResult(name=name, passed=False, detail=missing) for name in names]
-    # One line each: they are printed where a line may be a command.
-    return tuple(probe.model_copy(update={"detail": " ".join(probe.detail.split())}) for probe in plain)
+    return tuple(found.get(name) or ProbeResult(name=name, passed=False, detail=missing) for name in names)
 
 
 def _rows(base: Side, current: Side, max_drop: float) -> Iterator[Row]:
@@ -294,8 +288,10 @@ def _vanished(base: Side, current: Side, case: str) -> Iterator[Row]:
             yield from compare_number(f"{case}: {metric}", text.significant, _group(base, case, metric), (), None, 0.0)
 
 
-def _counts(cell: CellResult) -> bool:
-    return cell.status in ("measured", "discarded")
+def _missing(side: Side) -> tuple[str, ...]:
+    """Cells without a number, each with its status."""
+    cells = [cell for cell in side.result.cells if cell.status not in ("measured", "discarded")]
+    return tuple(f"{cell.id} {cell.status.replace('_', ' ')}" for cell in cells)
 
 
 def _percent(ratio: float) -> float:

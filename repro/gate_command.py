@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from repro import text
@@ -43,13 +43,13 @@ def gate(arguments: argparse.Namespace, environment: Mapping[str, str] = os.envi
 def gate_lines(found: Gate) -> list[str]:
     """What a terminal shows; the last line is the verdict."""
     table = [text.plain_table(HEADERS, _rows(found), ALIGN)] if found.rows else []
-    return [*_sides(found), *table, *_notes(found), verdict_line(found)]
+    return [*_plain(_sides(found)), *table, *_plain(_notes(found)), verdict_line(found)]
 
 
 def summary(found: Gate) -> str:
     """The same in Markdown."""
     table = [text.markdown_table(HEADERS, _rows(found), ALIGN)] if found.rows else []
-    listed = [f"- {line}" for line in (*_sides(found), *_notes(found))]
+    listed = [f"- {line}" for line in _plain([*_sides(found), *_notes(found)])]
     return "\n".join([f"### {verdict_line(found)}", "", *table, "", *listed, ""])
 
 
@@ -103,6 +103,11 @@ def _notes(found: Gate) -> list[str]:
     probes = [f"probe {probe.name}: {probe.detail}" for probe in found.probes if not probe.passed]
     missing = [f"without a number: {', '.join(found.missing)}"] if found.missing else []
     return [*reasons, *probes, *missing, *(f"also: {line}" for line in found.remarks)]
+
+
+def _plain(lines: Sequence[str]) -> list[str]:
+    """One line each, whatever a report's files hold: in CI a line can be a command."""
+    return [" ".join(line.split()) for line in lines]
 
 
 def _check(folders: tuple[Path, Path], max_drop: float, junit: Path | None) -> None:

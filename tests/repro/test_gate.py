@@ -240,6 +240,12 @@ def test_ids_and_versions_are_no_class_of_host_but_are_said() -> None:
     assert remarks(base, moved) == ["driver 600.1, now 601.0", "torch 2.13.0, now 2.14.0"]
 
 
+def test_what_a_report_says_never_begins_a_line() -> None:
+    host = make_host(gpu_count=1, driver="601\n::add-mask::x")[0]
+    lines = "\n".join(gate_lines(judged(side("a", {"n1": STEADY}), side("b", {"n1": STEADY}, host=host)))).splitlines()
+    assert "also: driver 600.1, now 601 ::add-mask::x" in lines
+
+
 def test_a_host_that_moved_between_the_sessions_is_not_steady() -> None:
     base = side("a", {"n1": STEADY})
     drifted = side("b", {"n1": STEADY}, ceilings=[800.0, 801.0, 799.0])
@@ -282,6 +288,12 @@ def test_repeats_and_names_are_not_the_work_and_new_settings_are_said() -> None:
     current = side("b", {"n1": [*STEADY, 0.951, 0.949]}, text=other, settings={"algo.num_envs": 2048, "env.new": 1})
     gate = judged(base, current)
     assert gate.rows[0].n == (3, 5) and gate.remarks == ("settings of this report alone: env.new",)
+
+
+def test_where_a_run_lies_is_not_the_work() -> None:
+    base = side("a", {"n1": STEADY}, settings={"training.log_dir": "runs/n1_r1", "env.cpu_ids": [0, 1]})
+    current = side("b", {"n1": STEADY}, settings={"training.log_dir": "runs/mine_n1_r1", "env.cpu_ids": [2, 3]})
+    refuse_incomparable(base, current)
 
 
 def test_another_comparison_of_the_same_name_is_refused() -> None:
@@ -351,6 +363,11 @@ def test_an_incomplete_report_is_4_even_where_it_is_slower() -> None:
     assert gate.findings()["speed"][-1] == Finding("cells", "failed", "without a number: n1_r3 failed")
 
 
+def test_an_incomplete_report_is_4_where_nothing_can_be_judged() -> None:
+    gate = judged(side("a", {"n1": [None] * 3}), side("b", {"n1": [None] * 3}, broken=["n1_r3"]))
+    assert {row.verdict for row in gate.rows} == {"not_judged"} and gate.exit_code == 4
+
+
 def test_an_incomplete_baseline_is_said() -> None:
     gate = judged(side("a", {"n1": STEADY}, broken=["n1_r3"]), side("b", {"n1": STEADY}))
     assert gate.remarks == ("the baseline is incomplete: n1_r3 failed",) and gate.rows[0].n == (2, 3)
@@ -379,6 +396,11 @@ def test_a_missing_probe_has_not_passed() -> None:
     ]
     gate = judged(side("a", {"n1": STEADY}, probes=[PASSED]), side("b", {"n1": STEADY}))
     assert gate.exit_code == 1 and "probe correctness: asked for by the matrix or in the" in "\n".join(gate_lines(gate))
+
+
+def test_a_baseline_whose_probe_failed_is_none() -> None:
+    with pytest.raises(UsageError, match=r"^a is no baseline, its probe communication did not pass"):
+        judged(side("a", {"n1": STEADY}, probes=[PASSED, FAILED]), side("b", {"n1": STEADY}, probes=[PASSED]))
 
 
 def test_no_probe_is_said() -> None:

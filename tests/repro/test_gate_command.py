@@ -208,7 +208,10 @@ def smoke(tmp_path: Path) -> Path:
         (["{equal}", "--baseline", "{base}", "--junit", "{tmp}/no/x.xml"], "cannot be written: No such file or dir"),
         (["{equal}", "--baseline", "{base}", "--junit", "{tmp}"], "exists; older results are never replaced"),
         (["{equal}", "--baseline", "{base}", "--junit", "{base}/x.xml"], "lies in a report, whose files are fixed"),
-        (["{smoke}", "--baseline", "{base}"], "is a smoke report, which is never a benchmark"),
+        (
+            ["{smoke}", "--baseline", "{base}", "--junit", "{tmp}/x.xml"],
+            "is a smoke report, which is never a benchmark",
+        ),
         (["{equal}", "--baseline", "{smoke}"], "is a smoke report, which is never a benchmark"),
     ],
 )
