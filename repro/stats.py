@@ -89,20 +89,6 @@ def welch_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return Ratio(math.exp(difference), low, high, min(len(a), len(b)))
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """b relative to a, from runs taken in pairs: the t interval of the log ratio of each pair.
-
-    Raises:
-        ValueError: if there are fewer than two pairs, lengths differ, or a value is not finite and positive.
-    """
-    if len(a) != len(b):
-        raise ValueError(f"pairs need equally many values, got {len(a)} and {len(b)}")
-    ratios = _logs("b", b, at_least=2) - _logs("a", a, at_least=2)
-    mean = float(np.mean(ratios))
-    low, high = _interval(mean, _standard_error(ratios), len(a) - 1)
-    return Ratio(math.exp(mean), low, high, len(a))
-
-
 def ratio_change(old: tuple[Sequence[float], Sequence[float]], new: tuple[Sequence[float], Sequence[float]]) -> Ratio:
     """How b / a changed, from the groups (a, b) of an old and a new session: Welch's t on log values.
 
@@ -117,6 +103,20 @@ def ratio_change(old: tuple[Sequence[float], Sequence[float]], new: tuple[Sequen
     squares, counts = [_standard_error(values) ** 2 for _, values in logs], [len(values) for _, values in logs]
     low, high = _interval(change, math.sqrt(sum(squares)), _welch_freedom(squares, counts))
     return Ratio(math.exp(change), low, high, min(counts))
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """b relative to a, from runs taken in pairs: the t interval of the log ratio of each pair.
+
+    Raises:
+        ValueError: if there are fewer than two pairs, lengths differ, or a value is not finite and positive.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"pairs need equally many values, got {len(a)} and {len(b)}")
+    ratios = _logs("b", b, at_least=2) - _logs("a", a, at_least=2)
+    mean = float(np.mean(ratios))
+    low, high = _interval(mean, _standard_error(ratios), len(a) - 1)
+    return Ratio(math.exp(mean), low, high, len(a))
 
 
 def verdict(ratio: float, lo: float | None, hi: float | None, margin: float) -> Verdict:
