@@ -10,7 +10,7 @@ from typing import Literal
 from repro import stats, text
 from repro.comparable import Side, rates_obstacle, refuse_incomparable, remarks
 from repro.errors import UsageError
-from repro.matrix import Comparison
+from repro.matrix import Comparison, Matrix
 from repro.result import WORST_FIRST, CellResult, ProbeResult
 from unilab.names import EXIT_FAILED, EXIT_INCOMPLETE, EXIT_OK
 
@@ -174,13 +174,12 @@ def judge(base: Side, current: Side, max_drop: float) -> Gate:
 
 
 def judge_probes(
-    matrix: object, base: Iterable[ProbeResult], current: Sequence[ProbeResult]
+    matrix: Matrix, base: Iterable[ProbeResult], current: Sequence[ProbeResult]
 ) -> tuple[ProbeResult, ...]:
     """Every probe that the report has, that its matrix names or that the baseline had; a missing one has not passed."""
     found = {probe.name: probe for probe in current}
-    asked: tuple[str, ...] = getattr(matrix, "probes", ())  # a matrix of this version cannot name any yet
     missing = "asked for by the matrix or in the baseline, but the report has none"
-    names = dict.fromkeys((*asked, *(probe.name for probe in base), *found))
+    names = dict.fromkeys((*matrix.probes, *(probe.name for probe in base), *found))
     return tuple(found.get(name) or ProbeResult(name=name, passed=False, detail=missing) for name in names)
 
 
