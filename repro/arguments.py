@@ -33,6 +33,7 @@ def build_parser() -> Parser:
         ("probe", "whether ranks compute, communicate and capture as they must", _add_probe),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
+        ("gate", "judge a report against a baseline; exit 1 on a regression or a failed probe", _add_gate),
         ("bench", "short benchmarks of this host; nothing is published", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
@@ -109,6 +110,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
     )
+
+
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("current", metavar="CURRENT", type=Path, help="report folder to judge")
+    parser.add_argument("--baseline", metavar="BASE", type=Path, required=True, help="report folder to compare with")
+    parser.add_argument(
+        "--max-drop", metavar="F", type=float, default=0.05, help="relative loss that is tolerated (default 0.05)"
+    )
+    parser.add_argument("--junit", metavar="FILE", type=Path, help="also write JUnit XML to a new file")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

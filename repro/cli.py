@@ -76,6 +76,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return probe(arguments)
         case "report":
             return _report(arguments)
+        case "gate":
+            from repro.gate_command import gate
+
+            return gate(arguments)
         case "bench":
             return _bench(arguments, trainer)
         case _:

@@ -29,6 +29,7 @@ COMMANDS = {
     "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
+    "gate": ["CURRENT", "--baseline", "--max-drop", "--junit"],
     "bench": ["PART"],
 }
 BENCHES = {
