@@ -17,9 +17,9 @@ def noise_sentence(found: NoiseResult | None) -> str:
     if found is None:
         return "Host noise: not known, no case was measured twice."
     meaning = (
-        "within it, absolute rates may be compared with another session of an equal host"
+        "within it, so this session's absolute rates may be compared with those of an equal host that is as steady"
         if found.quiet
-        else "above it, so absolute rates must not be compared with another session; ratios inside this one may"
+        else "above it, so absolute rates must not be compared with those of another session; ratios inside this may"
     )
     return (
         f"Host noise: {text.percent(found.score)}, limit {text.percent(found.limit)} ({meaning}). It is the standard "

@@ -49,7 +49,7 @@ def test_one_run_of_each_case_has_no_score() -> None:
     assert noise_sentence(None) == "Host noise: not known, no case was measured twice."
 
 
-@pytest.mark.parametrize(("score", "meaning"), [(0.05, "within it, absolute rates may"), (0.051, "must not")])
+@pytest.mark.parametrize(("score", "meaning"), [(0.05, "within it, so this session"), (0.051, "must not")])
 def test_the_sentence_says_what_the_limit_means(score: float, meaning: str) -> None:
     text = noise_sentence(NoiseResult(score=score, limit=0.05, source="runs", n=6))
     assert (
