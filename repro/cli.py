@@ -64,6 +64,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _plan(arguments, trainer)
         case "run":
             return _run(arguments, trainer)
+        case "scaling":
+            from repro.scaling import scaling
+
+            return scaling(arguments, trainer, _run_plan)
         case "analyze":
             return _analyze(arguments)
         case "probe":

@@ -280,6 +280,10 @@ def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | 
     planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
     if ran != planned:
         return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
+    trainer = plan.source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
+    if trainer is not None and command.get("source_sha256") != trainer:
+        found = _short(f"{command.get('source_sha256')}")
+        return f"{OTHER_CODE}: ran trainer sources {found}, but the plan was made for {_short(trainer)}"
     argv = command.get("argv")
     words = [LOG_DIR.sub(r"\1\2", str(word)) for word in argv] if isinstance(argv, list) else []
     if not same_words(cell.arguments, words):
