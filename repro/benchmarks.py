@@ -59,18 +59,21 @@ class Benchmarks(Strict):
         return self
 
 
-def run_benchmarks(out_dir: Path, environment: Mapping[str, str], project: Path = PROJECT) -> Ended | None:
+def run_benchmarks(
+    out_dir: Path, environment: Mapping[str, str], project: Path = PROJECT, refusal: str | None = None
+) -> Ended | None:
     """Run the benchmarks of this checkout and write `benchmarks.json`, which says why where there are none.
 
     Args:
         out_dir: The report folder.
         environment: Of the process.
         project: The checkout.
+        refusal: Why none shall be run, or None.
 
     Returns:
         How the process ended, or None where nothing was started.
     """
-    missing = _missing(project)
+    missing = refusal or _missing(project)
     if missing is not None:
         _write(out_dir, Benchmarks(reason=missing, benchmarks=()))
         return None

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from repro.errors import UsageError
 from repro.events import Refusal
-from repro.launch import GRACE_SECONDS, Ended, run_cell
+from repro.launch import GRACE_SECONDS, Ended, Runner, run_cell
 from repro.layout import CEILING_FILE
 from repro.plan import Cell, is_pinned
 from repro.run_files import MOST, find_value, read_json
@@ -105,7 +105,12 @@ class CeilingRecord(Strict):
 
 
 def record_ceiling(
-    cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float = GRACE_SECONDS
+    cell: Cell,
+    ended: Ended,
+    environment: Mapping[str, str],
+    out_dir: Path,
+    grace: float = GRACE_SECONDS,
+    run: Runner = run_cell,
 ) -> bool:
     """Measure the ceiling of a cell whose trainer just ended and write `ceiling.json` into its run folder.
 
@@ -118,7 +123,7 @@ def record_ceiling(
     try:
         if cell.warmup or ended.exit_code != 0 or not run_dir.is_dir():
             return False
-        found, record = _measure(cell, environment, out_dir, grace)
+        found, record = _measure(cell, environment, out_dir, grace, run)
         (run_dir / CEILING_FILE).write_text(canonical_json(record), encoding="utf-8")
         return found is not None and found.outcome == "interrupted"
     finally:
@@ -127,7 +132,7 @@ def record_ceiling(
 
 
 def _measure(
-    cell: Cell, environment: Mapping[str, str], out_dir: Path, grace: float
+    cell: Cell, environment: Mapping[str, str], out_dir: Path, grace: float, run: Runner = run_cell
 ) -> tuple[Ended | None, CeilingRecord]:
     states = Path(cell.run) / STATES_FILE
     if cell.world_size > 1:
@@ -141,7 +146,7 @@ def _measure(
         return None, CeilingRecord(reason=str(refusal))
     options = () if groups is None else ("--groups", str(groups))
     seconds = min(SMOKE_SECONDS, SECONDS) if "training.smoke=true" in cell.arguments else SECONDS
-    ended, ceiling = run_ceiling(states, cpu_ids, environment, out_dir, seconds, *options, grace=grace)
+    ended, ceiling = run_ceiling(states, cpu_ids, environment, out_dir, seconds, *options, grace=grace, run=run)
     return ended, CeilingRecord(ceiling=ceiling, reason=ended.reason)
 
 
@@ -153,6 +158,7 @@ def run_ceiling(
     seconds: float,
     *options: str,
     grace: float = GRACE_SECONDS,
+    run: Runner = run_cell,
 ) -> tuple[Ended, Ceiling | None]:
     """Run the ceiling program to its end.
 
@@ -164,6 +170,7 @@ def run_ceiling(
         seconds: How long it measures.
         options: Further flags.
         grace: Seconds between SIGTERM and SIGKILL.
+        run: What runs it.
 
     Returns:
         How it ended, with the reason where it failed; and what it measured, or None.
@@ -173,7 +180,7 @@ def run_ceiling(
         log, output = Path(name) / "logs" / "ceiling.log", Path(name) / CEILING_FILE
         log.parent.mkdir()
         command = [*PROGRAM, "--states", str(states), "--seconds", str(seconds), "--output", str(output)]
-        ended = run_cell([*command, *placed, *options], environment, folder, log, LIMIT_SECONDS, grace)
+        ended = run([*command, *placed, *options], environment, folder, log, LIMIT_SECONDS, grace)
         if ended.outcome != "exited" or ended.exit_code != 0:
             return ended, None
         try:

@@ -35,7 +35,8 @@ class Entry(Strict):
         time: Time with its zone, ISO 8601; the suite writes UTC.
         cell: Id of the cell, for its two events.
         outcome: How the cell ended.
-        exit_code: Exit code of the trainer; negative for a signal; None where it was killed by the suite.
+        exit_code: Exit code of the trainer; negative for a signal; None where it was killed by the suite or a
+            container engine did not run it.
         seconds: Duration of the cell's process, or of that of the micro-benchmarks.
         reason: Why the cell did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.

@@ -50,6 +50,15 @@ class Ended:
     reason: str | None
 
 
+# Runs a command to its end, with the arguments of `run_cell`.
+Runner = Callable[[Sequence[str], Mapping[str, str], Path, Path, float, float], Ended]
+
+
+def local_runner(cell: Cell) -> Runner:
+    """What runs a cell's commands on this host."""
+    return run_cell
+
+
 def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
     """The environment of a cell: `trainer_environment`, then what the cell sets."""
     return {**trainer_environment(inherited), **cell.environment}
@@ -93,7 +102,7 @@ def run_cell(
         How it ended. An interrupt (Ctrl-C) ends the process group too and is returned as the outcome `interrupted`.
     """
     began = time.monotonic()
-    with log.open("wb") as output, _interrupts_held() as let_interrupts_in:
+    with log.open("wb") as output, interrupts_held() as let_interrupts_in:
         process = subprocess.Popen(
             _tied(command),
             cwd=out_dir,
@@ -119,7 +128,7 @@ def _tied(command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
+def interrupts_held() -> Iterator[Callable[[], None]]:
     """Keep interrupts back from here until the yielded function is called, which lets them in again, late ones first.
 
     So none can fall between the start of a process and the code that would end it. Handlers are replaced, not signals

@@ -26,10 +26,12 @@ class Placement:
     Attributes:
         cpu_ids: One CPU for each physics worker.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each rank; empty on the CPU.
+        cpuset: CPUs of its container, ascending; None without one.
     """
 
     cpu_ids: tuple[int, ...]
     gpus: tuple[str, ...]
+    cpuset: tuple[int, ...] | None = None
 
 
 class CannotHoldError(RuntimeError):
@@ -89,6 +91,23 @@ def place(
     if count > len(usable):
         raise CannotHoldError(f"asks for {count} workers, this host offers {len(usable)} CPU{'s' * (len(usable) > 1)}")
     return Placement(usable[:count], entries)
+
+
+def choose_cpuset(workers: tuple[int, ...], ranks: int, topology: tuple[Cpu, ...]) -> tuple[int, ...]:
+    """CPUs of a container, ascending: those of the physics workers, and one more for the learner of each rank.
+
+    A learner that may run only where physics workers sit would take their time, so such a container is refused.
+
+    Raises:
+        CannotHoldError: If too few CPUs are left.
+    """
+    free = [cpu for cpu in fill_order(topology) if cpu not in workers]
+    if len(free) < ranks:
+        raise CannotHoldError(
+            f"in a container {len(workers)} workers need {ranks} more CPU{'s' * (ranks > 1)} for the learner, "
+            f"this host has {len(free)} left; lower the case's workers"
+        )
+    return tuple(sorted((*workers, *free[:ranks])))
 
 
 def _pick_gpus(gpus: tuple[int, ...], visible: tuple[str, ...], unusable: str | None) -> tuple[str, ...]:

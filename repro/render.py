@@ -18,7 +18,7 @@ from repro.host import Host
 from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Matrix
-from repro.plan import VISIBLE_DEVICES, shell_command
+from repro.plan import VISIBLE_DEVICES, Executor, shell_command
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.text import count_of, markdown_table
@@ -210,6 +210,8 @@ def _cases(evidence: Evidence) -> str:
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
         where = f"CPU {text.cpu_list(cell.cpu_ids)}" if cell.cpu_ids is not None else "this host cannot hold it"
+        if cell.cpuset is not None:
+            where += f", container {text.cpu_list(cell.cpuset)}"
         workers = str(len(cell.cpu_ids)) if cell.cpu_ids is not None else text.NOTHING
         gpus = ", ".join(map(str, case.gpus)) or "none"
         rows.append([case.name, gpus, f"{case.workers}", workers, where, case.reason])
@@ -234,6 +236,7 @@ def _environment(evidence: Evidence) -> str:
     host = evidence.host
     rows = [
         ["code", _code(evidence.plan.source)],
+        *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
         ["CPU time limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"],
@@ -246,6 +249,11 @@ def _environment(evidence: Evidence) -> str:
         *([f"${name}", value] for name, value in sorted(host.environment.items())),
     ]
     return markdown_table(("what", "value"), rows, "ll")
+
+
+def _containers(executor: Executor) -> list[list[str]]:
+    """The image of a session whose cells ran in containers."""
+    return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 
 def _code(source: Source) -> str:
