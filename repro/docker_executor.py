@@ -245,7 +245,7 @@ class DockerExecutor:
             "cpuset_cpus": ",".join(map(str, room.cpus)) if room.cpus is not None else None,
             "device_requests": [gpus] if room.gpus else None,
             "shm_size": SHM_SIZE,
-            "ulimits": [{"name": "memlock", "soft": -1, "hard": -1}],  # pinned host memory
+            "ulimits": [{"name": "memlock", "soft": -1, "hard": -1}] if room.gpus else None,  # pinned host memory
             "tmpfs": {"/tmp": "mode=1777,exec"},
             "read_only": True,
             "network_mode": "none",
@@ -312,8 +312,11 @@ def _has_ended(container: Any, seconds: float) -> bool:
 
 def _end(container: Any, grace: float) -> str:
     """Ask a container to end, then force it; return which of the two it took."""
-    with contextlib.suppress(OSError, KeyboardInterrupt):
+    try:
         container.kill(signal="SIGTERM")
+    except OSError:
+        return "its container was not running"
+    with contextlib.suppress(OSError, KeyboardInterrupt):
         if _has_ended(container, grace):
             return "its container ended on SIGTERM"
     with contextlib.suppress(OSError):
