@@ -34,6 +34,7 @@ SOURCES_LABEL, REVISION_LABEL, LOCK_LABEL = (
 )
 # Labels of a container.
 SESSION_LABEL, CELL_LABEL, OWNER_LABEL = "unilab-repro.session", "unilab-repro.cell", "unilab-repro.owner"
+COMPOSE_LABEL = "com.docker.compose.project"
 ENTRYPOINT = "/opt/unilab-repro/docker/entrypoint.sh"
 CACHES, CACHES_AT = "unilab-repro-caches", "/var/cache/unilab"
 SHM_SIZE = "8g"  # NCCL's shared-memory transport; memory is taken as it is used
@@ -253,7 +254,10 @@ class DockerExecutor:
             "security_opt": ["no-new-privileges:true"],
             "init": True,
             "log_config": {"type": "json-file"},  # whatever the engine is set to, this one can be read
-            "labels": {SESSION_LABEL: self._session, CELL_LABEL: room.name, OWNER_LABEL: own_label()},
+            "labels": {
+                **{SESSION_LABEL: self._session, CELL_LABEL: room.name, OWNER_LABEL: own_label()},
+                COMPOSE_LABEL: "",  # inherited from an image that compose built: it would stop the cell as its own
+            },
         }
 
     def _remove_room(self, room: Room) -> None:
