@@ -32,7 +32,7 @@ smoke = true
 algo = "sac"
 task = "g1_walk_flat"
 sim = "mujoco"
-iterations = 6
+iterations = 20
 repeats = 1
 warmup = 0
 interval = "welch"
@@ -114,7 +114,7 @@ def test_cells_run_on_their_cpus_and_the_report_verifies(report: Path, image: st
         assert json.loads((run / "ceiling.json").read_text())["ceiling"]["cpu_ids"] == cell["cpu_ids"]
         assert inside["versions"]["torch"] == host["versions"]["torch"]
         assert inside["versions"]["torch"].endswith("+cpu")
-        assert "completed 6 iterations" in (report / "logs" / f"{cell['id']}.log").read_text()
+        assert "completed 20 iterations" in (report / "logs" / f"{cell['id']}.log").read_text()
     found = compose.docker("inspect", image, "--format", "{{.Id}}").stdout.strip()
     assert plan["executor"] == {"kind": "docker", "image": image, "image_id": found}
     assert {(path.stat().st_uid, path.stat().st_gid) for path in report.rglob("*")} == {(os.getuid(), os.getgid())}
@@ -157,7 +157,7 @@ def test_what_a_killed_session_left_goes_at_the_next_start_and_not_before(
     program = f"""
 import sys; from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_docker_executor import SLEEP, cell_on, docker_executor, find_host, find_source
+from test_cell_containers import SLEEP, cell_on, docker_executor, find_host, find_source
 with docker_executor({image!r}, find_host()[0], find_source()) as executor:
     executor.runner(cell_on(executor, None))(SLEEP, {{}}, Path.cwd(), Path("cell.log"), 100.0, 5.0)
 """
