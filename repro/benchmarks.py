@@ -59,23 +59,20 @@ class Benchmarks(Strict):
         return self
 
 
-def run_benchmarks(
-    out_dir: Path, environment: Mapping[str, str], project: Path = PROJECT, refusal: str | None = None
-) -> Ended | None:
+def run_benchmarks(out_dir: Path, environment: Mapping[str, str], project: Path = PROJECT) -> Ended | None:
     """Run the benchmarks of this checkout and write `benchmarks.json`, which says why where there are none.
 
     Args:
         out_dir: The report folder.
         environment: Of the process.
         project: The checkout.
-        refusal: Why none shall be run, or None.
 
     Returns:
         How the process ended, or None where nothing was started.
     """
-    missing = refusal or _missing(project)
+    missing = _missing(project)
     if missing is not None:
-        _write(out_dir, Benchmarks(reason=missing, benchmarks=()))
+        leave_out(out_dir, missing)
         return None
     with tempfile.TemporaryDirectory() as name:
         folder, output = Path(name), Path(name) / "pytest.json"
@@ -85,6 +82,11 @@ def run_benchmarks(
         ended = run_cell(command, environment, folder, folder / "logs" / "benchmarks.log", LIMIT_SECONDS)
         _write(out_dir, _read(ended, output))
     return ended
+
+
+def leave_out(out_dir: Path, reason: str) -> None:
+    """Write `benchmarks.json` with the reason why there are none."""
+    _write(out_dir, Benchmarks(reason=reason, benchmarks=()))
 
 
 def convert(report: Any) -> tuple[Benchmark, ...]:

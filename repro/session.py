@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from repro.benchmarks import run_benchmarks
+from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
@@ -150,8 +150,11 @@ def run_cells(
 def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
     """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
     journal.write("benchmarks_started")
-    refusal = "runs are in containers, and their image holds no benchmarks" if plan.executor.kind == "docker" else None
-    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]), refusal=refusal)
+    ended = None
+    if plan.executor.kind == "docker":
+        leave_out(out_dir, "runs are in containers, and their image holds no benchmarks")
+    else:
+        ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
     journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
     return ended.outcome if ended is not None else None
 

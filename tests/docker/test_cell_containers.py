@@ -107,10 +107,10 @@ def test_cells_run_on_their_cpus_and_the_report_verifies(report: Path, image: st
     assert len(plan["cells"]) == 2
     for cell in plan["cells"]:
         run = report / "runs" / cell["id"]
-        inside, manifest = (json.loads((run / name).read_text()) for name in ("command.json", "manifest.json"))
+        inside, config = (json.loads((run / name).read_text()) for name in ("command.json", "config.json"))
         assert inside["affinity"] == cell["cpuset"]
         assert set(cell["cpuset"]) > set(cell["cpu_ids"]) and len(cell["cpuset"]) == 2
-        assert manifest["physics"]["cpu_ids"] == cell["cpu_ids"]
+        assert config["env"]["cpu_ids"] == cell["cpu_ids"]
         assert json.loads((run / "ceiling.json").read_text())["ceiling"]["cpu_ids"] == cell["cpu_ids"]
         assert inside["versions"]["torch"] == host["versions"]["torch"]
         assert inside["versions"]["torch"].endswith("+cpu")

@@ -382,10 +382,11 @@ def test_a_session_goes_through_containers_alone(
     answering: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     matrix, out = tmp_path / "m.toml", tmp_path / "out"
-    matrix.write_text(matrix_text({"a": {}, "b": {}}))
+    matrix.write_text(matrix_text({"a": {}, "b": {}}, extra="benchmarks = true\n"))
     monkeypatch.setattr("repro.launch.subprocess.Popen", None)  # nothing may be started on the host
     assert main(["run", "--matrix", str(matrix), "--out", str(out), "--executor", "docker"]) == 4
     assert [options["labels"][CELL_LABEL] for options in answering.created] == ["facts", "a_r1", "b_r1"]
     assert len({options["labels"][SESSION_LABEL] for options in answering.created}) == 1
     assert f"unilab-repro:cpu {IMAGE_ID}" in (out / "report.md").read_text()
+    assert "their image holds no benchmarks" in (out / "benchmarks.json").read_text()
     assert main(["verify", str(out)]) == 0
