@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from repro.container_owner import is_dead, own_label
+from repro.container_owner import PROC, is_dead, own_label
+from repro.docker_image import connect, default_image, explanation, find_image
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host
 from repro.journal import Outcome
 from repro.launch import GRACE_SECONDS, Ended, Runner, interrupts_held, last_line
 from repro.plan import Cell, Executor, Plan
-from repro.provenance import UNKNOWN, Source
+from repro.provenance import Source
 from repro.schema import parse_model
 from unilab.names import EXIT_OK
 
-# Labels of an image, set by the Dockerfile.
-SOURCES_LABEL, REVISION_LABEL, LOCK_LABEL = (
-    "unilab-repro.source-sha256",
-    "org.opencontainers.image.revision",
-    "unilab-repro.lock",
-)
 # Labels of a container.
 SESSION_LABEL, CELL_LABEL, OWNER_LABEL = "unilab-repro.session", "unilab-repro.cell", "unilab-repro.owner"
 COMPOSE_LABEL = "com.docker.compose.project"
@@ -83,54 +77,6 @@ def docker_executor(image: str | None, host: Host, source: Source) -> Iterator[D
         yield executor
     finally:
         client.close()
-
-
-def connect() -> Any:
-    """Client of the engine that DOCKER_HOST names, or of this host's.
-
-    Raises:
-        HostUnfitError: Without the SDK, or where nothing answers.
-    """
-    try:  # the checkout's folder docker/ is a namespace, so it is the modules that tell whether the SDK is there
-        sdk, errors = importlib.import_module("docker.client"), importlib.import_module("docker.errors")
-    except ImportError:
-        raise HostUnfitError(
-            "--executor docker needs the docker package, which is not installed: pip install docker"
-        ) from None
-    try:
-        return sdk.from_env()
-    except (errors.DockerException, OSError) as error:
-        raise HostUnfitError(f"no container engine answers ({error}); start one or set DOCKER_HOST") from None
-
-
-def default_image(host: Host) -> str:
-    """Name that `make image` gives the image for this host."""
-    return f"unilab-repro:{'cuda' if host.gpus else 'cpu'}"
-
-
-def find_image(client: Any, name: str, source: Source) -> Executor:
-    """Look an image up and compare its labels with the checkout.
-
-    Raises:
-        HostUnfitError: If the engine has none of that name, or it was built from other code.
-    """
-    try:
-        image = client.images.get(name)
-    except OSError as error:
-        lock = "cuda" if name.endswith(":cuda") else "cpu"
-        raise HostUnfitError(
-            f"the engine gives no image {name} ({explanation(error)}); build it: make image LOCK={lock}"
-        ) from None
-    labels = image.labels
-    build = f"build it again: make image LOCK={labels.get(LOCK_LABEL, 'cpu')}"
-    sources, revision = labels.get(SOURCES_LABEL, UNKNOWN), labels.get(REVISION_LABEL, UNKNOWN)
-    if sources != source.sources_sha256:
-        raise HostUnfitError(
-            f"image {name} holds sources {sources[:12]}, this checkout {source.sources_sha256[:12]}; {build}"
-        )
-    if revision != source.revision:
-        raise HostUnfitError(f"image {name} is of revision {revision}, this checkout {source.revision}; {build}")
-    return Executor(kind="docker", image=name, image_id=image.id)
 
 
 class DockerExecutor:
@@ -212,15 +158,20 @@ class DockerExecutor:
         log: Path,
         timeout: float,
         grace: float = GRACE_SECONDS,
+        late: Callable[[int], str] | None = None,
     ) -> Ended:
-        """As `launch.run_cell`; the environment of the host is not looked at."""
+        """As `launch.run_cell`; the environment of the host is not looked at.
+
+        `late` is called with the process id of a container whose time is over, where this host can see it, before
+        anything is ended; it says why it is late.
+        """
         began = time.monotonic()
         code: int | None = None
         try:
             with log.open("wb", buffering=0) as output, interrupts_held() as let_interrupts_in:
                 try:
                     container = self._client.containers.create(**self._options(room, command, out_dir, log))
-                    outcome, reason = _watch(container, output, timeout, grace, let_interrupts_in)
+                    outcome, reason = _watch(container, output, timeout, grace, let_interrupts_in, late)
                     if outcome == "exited":
                         code, reason = _end_of(container, log)
                 finally:
@@ -230,7 +181,11 @@ class DockerExecutor:
         return Ended(outcome, code, time.monotonic() - began, reason)
 
     def _options(self, room: Room, command: Sequence[str], out_dir: Path, log: Path) -> dict[str, Any]:
-        """Arguments of `containers.create`. Folders have the same path inside, so that messages are true outside."""
+        """Arguments of `containers.create`.
+
+        It may write the report's folder and the one that holds `logs/`, at the same paths, so that messages are true
+        outside.
+        """
         folders = {out_dir.resolve(), log.resolve().parent.parent}
         outer = [folder for folder in sorted(folders) if not any(folder.is_relative_to(f) for f in folders - {folder})]
         binds = [{"Type": "bind", "Source": str(folder), "Target": str(folder)} for folder in outer]
@@ -268,17 +223,17 @@ class DockerExecutor:
                 _remove(item)
 
 
-def explanation(error: OSError) -> str:
-    """What the engine said, without the address it said it at."""
-    return str(getattr(error, "explanation", None) or error)
-
-
 def _gpus(cell: Cell) -> tuple[str, ...]:
     return () if "training.smoke=true" in cell.arguments else cell.gpus  # smoke ranks open no GPU
 
 
 def _watch(
-    container: Any, output: BinaryIO, timeout: float, grace: float, let_interrupts_in: Any
+    container: Any,
+    output: BinaryIO,
+    timeout: float,
+    grace: float,
+    let_interrupts_in: Callable[[], None],
+    late: Callable[[int], str] | None,
 ) -> tuple[Outcome, str | None]:
     """Start a container and wait for its end, its time limit or an interrupt."""
     follower = threading.Thread(target=_copy_log, args=(container, output), daemon=True)
@@ -288,7 +243,9 @@ def _watch(
         follower.start()
         if _has_ended(container, timeout):
             return "exited", None
-        return "timeout", f"no end after {timeout:g} s; {_end(container, grace)}"
+        pid = _visible_pid(container) if late is not None else None
+        why = f"{late(pid)}; " if late is not None and pid is not None else ""
+        return "timeout", f"{why}no end after {timeout:g} s; {_end(container, grace)}"
     except KeyboardInterrupt:
         return "interrupted", f"by the user; {_end(container, grace)}"
     finally:
@@ -312,6 +269,16 @@ def _has_ended(container: Any, seconds: float) -> bool:
             raise
         return False
     return True
+
+
+def _visible_pid(container: Any, proc: Path = PROC) -> int | None:
+    """Process id of a container's first process; None where that number is another process here, or none."""
+    container.reload()
+    pid = int(container.attrs["State"]["Pid"])
+    try:
+        return pid if container.id in (proc / str(pid) / "cgroup").read_text() else None
+    except OSError:
+        return None
 
 
 def _end(container: Any, grace: float) -> str:

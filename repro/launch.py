@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from repro.journal import Outcome
 from repro.plan import CLEARED, Cell
@@ -50,8 +51,19 @@ class Ended:
     reason: str | None
 
 
-# Runs a command to its end, with the arguments of `run_cell`.
-Runner = Callable[[Sequence[str], Mapping[str, str], Path, Path, float, float], Ended]
+class Runner(Protocol):
+    """Runs a command to its end, as `run_cell`."""
+
+    def __call__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        out_dir: Path,
+        log: Path,
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+    ) -> Ended:
+        """Run it."""
 
 
 def local_runner(cell: Cell) -> Runner:

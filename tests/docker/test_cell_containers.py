@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
+import psutil
 import pytest
 from compose_cli import NAME, ROOT, Compose
 
@@ -91,6 +93,12 @@ def containers(compose: Compose) -> list[str]:
     return compose.docker("ps", "--all", "--quiet", "--filter", f"label={SESSION_LABEL}").stdout.split()
 
 
+def processes_below(pid: int) -> str:
+    """What a container does, as the host sees it."""
+    commands = [" ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True)]
+    return "asleep" if any("asleep" in command for command in commands) else f"not seen below {pid}: {commands}"
+
+
 def plan_for(executor: DockerExecutor) -> Plan:
     host, topology = find_host()
     return make_plan(load_matrix("smoke"), host, topology, find_source(), executor=executor.facts)
@@ -145,8 +153,9 @@ def test_a_time_limit_ends_a_container_and_keeps_its_log(
     executor: DockerExecutor, compose: Compose, tmp_path: Path
 ) -> None:
     log = tmp_path / "cell.log"
-    ended = executor.runner(cell_on(executor, None))(SLEEP, {}, tmp_path, log, 2.0, 10.0)
-    assert (ended.outcome, ended.reason) == ("timeout", "no end after 2 s; its container ended on SIGTERM")
+    runner = cast(Any, executor.runner(cell_on(executor, None)))
+    ended = runner(SLEEP, {}, tmp_path, log, 2.0, 10.0, processes_below)
+    assert (ended.outcome, ended.reason) == ("timeout", "asleep; no end after 2 s; its container ended on SIGTERM")
     assert log.read_text() == "asleep\n"
     assert containers(compose) == []
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from repro.docker_executor import LOCK_LABEL, REVISION_LABEL, SOURCES_LABEL
+from repro.docker_image import LOCK_LABEL, REVISION_LABEL, SOURCES_LABEL
 from repro.provenance import Source
 
 IMAGE_ID = "sha256:" + 64 * "1"
@@ -25,8 +25,11 @@ class FakeContainer:
 
     def __init__(self, engine: FakeEngine, labels: dict[str, str], status: str = "running") -> None:
         self.engine, self.labels, self.status = engine, labels, status
+        self.id = 64 * "c"
         self.signals: list[str] = []
-        self.attrs: dict[str, Any] = {"State": {"ExitCode": 0, "OOMKilled": False, "Error": "", **engine.state}}
+        self.attrs: dict[str, Any] = {
+            "State": {"ExitCode": 0, "OOMKilled": False, "Error": "", "Pid": 0, **engine.state}
+        }
 
     def start(self) -> None:
         self.engine.on_start()

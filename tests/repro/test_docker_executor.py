@@ -20,13 +20,12 @@ from repro.cli import main
 from repro.docker_executor import (
     CELL_LABEL,
     OWNER_LABEL,
-    REVISION_LABEL,
     SESSION_LABEL,
-    SOURCES_LABEL,
     DockerExecutor,
-    connect,
+    _visible_pid,
     docker_executor,
 )
+from repro.docker_image import REVISION_LABEL, SOURCES_LABEL, connect
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host
 from repro.launch import Ended
@@ -144,6 +143,17 @@ def test_a_container_that_ignores_sigterm_is_killed(engine: FakeEngine, out: Pat
     ended = run(engine, out, timeout=0.05, grace=0.05)
     assert ended.reason is not None and ended.reason.endswith("did not end on SIGTERM within 0.05 s and was killed")
     assert engine.removed[0].signals == ["SIGTERM", "SIGKILL"]
+
+
+@pytest.mark.parametrize(("group", "pid"), [(f"0::/docker/{64 * 'c'}", 7), ("0::/other", None), (None, None)])
+def test_only_a_container_that_can_be_seen_is_looked_at(
+    engine: FakeEngine, tmp_path: Path, group: str | None, pid: int | None
+) -> None:
+    engine.state = {"Pid": 7}
+    if group is not None:
+        (tmp_path / "7").mkdir()
+        (tmp_path / "7" / "cgroup").write_text(f"{group}\n")
+    assert _visible_pid(FakeContainer(engine, {}), tmp_path) == pid
 
 
 def test_an_interrupt_ends_it_and_is_told(engine: FakeEngine, out: Path) -> None:
