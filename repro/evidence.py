@@ -15,12 +15,22 @@ from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import BENCHMARKS_FILE, HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.layout import (
+    BENCHMARKS_FILE,
+    HOST_FILE,
+    JOURNAL_FILE,
+    LOGS_DIR,
+    PLAN_FILE,
+    PROBES_DIR,
+    RUNS_DIR,
+    is_derived,
+)
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, check_plan, same_words
+from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
 from repro.run_files import find_value, read_json
-from repro.schema import Model, canonical_json, read_model
+from repro.schema import read_canonical
+from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
@@ -84,6 +94,7 @@ class Evidence:
         cells: One entry for each planned cell, in order.
         inputs: SHA-256 of every raw file by its relative path.
         benchmarks: The micro-benchmarks, or None where the session ran none.
+        probes: One entry for each probe of the matrix, in order.
     """
 
     plan: Plan
@@ -92,6 +103,7 @@ class Evidence:
     cells: tuple[CellEvidence, ...]
     inputs: Mapping[str, str]
     benchmarks: Benchmarks | None = None
+    probes: tuple[ProbeEvidence, ...] = ()
 
 
 def read_evidence(out_dir: Path) -> Evidence:
@@ -100,50 +112,55 @@ def read_evidence(out_dir: Path) -> Evidence:
     Raises:
         UsageError: If the plan, the host's facts or the journal are missing or malformed, or contradict each other.
     """
-    plan, host = _read_canonical(Plan, out_dir / PLAN_FILE), _read_canonical(Host, out_dir / HOST_FILE)
+    plan, host = read_canonical(Plan, out_dir / PLAN_FILE), read_canonical(Host, out_dir / HOST_FILE)
     check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
     _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended])
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
-    stop = usage_stop(journal)
+    probes = read_probes(out_dir, plan, journal)
+    stop = _stop(journal, probes)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
     benchmarks = _read_benchmarks(out_dir, plan, journal)
-    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs, benchmarks)
+    cells = refuse_mixed_groups(refuse_copied_events(cells, inputs))
+    return Evidence(plan, host, journal, cells, inputs, benchmarks, probes)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
-    """Entries of the folders of runs and logs that belong to no planned cell, one line each."""
+    """Entries of the folders of runs, logs and probes that belong to no planned cell or probe, one line each."""
     owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
-    present = [
-        path.relative_to(out_dir).as_posix() for part in (RUNS_DIR, LOGS_DIR) for path in out_dir.glob(f"{part}/*")
-    ]
-    return [f"{name}: belongs to no cell of {PLAN_FILE}" for name in sorted(present) if name not in owned]
+    owned |= {name for probe in plan.matrix.probes for name in (record_file(probe), log_file(probe))}
+    folders = (RUNS_DIR, LOGS_DIR, PROBES_DIR)
+    strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
+    kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}
+    return [f"{name}: belongs to no {kind} of {PLAN_FILE}" for name, kind in kinds.items()]
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
     """Decide about one cell right after its end; the groups are not looked at."""
-    return _judge(out_dir, plan, cell, True, entry, None)
+    return _judge(out_dir, plan, cell, True, entry, "")
 
 
 def usage_stop(journal: tuple[Entry, ...]) -> str | None:
     """Id of the cell whose settings the trainer refused, which ended the session; None where there is none."""
-    return next((entry.cell for entry in journal if entry.exit_code == EXIT_USAGE), None)
+    return next((entry.cell for entry in journal if entry.cell is not None and entry.exit_code == EXIT_USAGE), None)
+
+
+def _stop(journal: tuple[Entry, ...], probes: tuple[ProbeEvidence, ...]) -> str:
+    """Why cells without a start had none."""
+    failed = [probe.name for probe in probes if probe.status == "failed"]
+    if failed:
+        return f"probe {failed[0]} failed, so no run was started"
+    refused = usage_stop(journal)
+    if refused is not None:
+        return f"the session stopped because the trainer refused the settings of {refused}"
+    return "the session ended before its turn"
 
 
 def hash_inputs(out_dir: Path) -> dict[str, str]:
     """SHA-256 of every file that is not derived from the others, by relative path."""
     return {name: file_sha256(out_dir / name) for name in list_files(out_dir)[0] if not is_derived(name)}
-
-
-def _read_canonical(model: type[Model], path: Path) -> Model:
-    """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited."""
-    found = read_model(model, path)
-    # Defaults that are not in the file are not missing: an older version did not know them.
-    if path.read_bytes() != canonical_json(found.model_dump(mode="json", exclude_unset=True)).encode():
-        raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
-    return found
 
 
 def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> Benchmarks | None:
@@ -157,7 +174,7 @@ def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> B
         raise UsageError(f"{JOURNAL_FILE} has no micro-benchmarks, though the matrix asks for them")
     if present and not started:
         raise UsageError(f"{BENCHMARKS_FILE} is there, though {JOURNAL_FILE} says that no micro-benchmark was started")
-    return _read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
+    return read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
 def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
@@ -177,7 +194,7 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     return ended
 
 
-def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str | None) -> CellEvidence:
+def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str) -> CellEvidence:
     has_run = (out_dir / cell.run).is_dir()
 
     def verdict(status: str, reason: str | None) -> CellEvidence:
@@ -186,8 +203,7 @@ def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | 
     if cell.skip_reason is not None:
         return verdict("skipped", cell.skip_reason)
     if not started:
-        refused = f"the session stopped because the trainer refused the settings of {stop}"
-        return verdict("not_run", refused if stop is not None else "the session ended before its turn")
+        return verdict("not_run", stop)
     if entry is None:
         return verdict("interrupted", "the journal has no end of this cell")
     if entry.outcome != "exited":
@@ -247,8 +263,9 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
         "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
         "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
     }
-    if any(argument.startswith("env.cpu_ids=") for argument in cell.arguments):
-        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), find_value(config, "env", "cpu_ids"))
+    if is_pinned(cell):
+        key, _, lists = pinning(cell.pools).partition("=")
+        asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"

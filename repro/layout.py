@@ -9,6 +9,7 @@ JOURNAL_FILE = "journal.jsonl"
 BENCHMARKS_FILE = "benchmarks.json"
 RUNS_DIR = "runs"
 LOGS_DIR = "logs"
+PROBES_DIR = "probes"
 CEILING_FILE = "ceiling.json"  # in the folder of a run
 
 # Derived: a function of the raw files.

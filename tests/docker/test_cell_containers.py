@@ -145,7 +145,7 @@ def test_a_worker_on_the_only_cpu_is_refused(image: str) -> None:
     one_cpu = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     refused = repro("run", "workers1", "--executor", "docker", "--image", image, program=one_cpu)
     assert refused.returncode == 3
-    assert "in a container 1 workers need 1 more CPU for the learner" in refused.stderr
+    assert "in a container 1 worker and 1 learner need 2 CPUs, this host offers 1" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 

@@ -309,7 +309,7 @@ def test_a_mask_without_a_cpu_for_the_learner_is_refused(
     monkeypatch.setattr("repro.cli.find_host", lambda: make_host(cpus=1))
     code, error = refusal(capsys, "workers1")
     assert code == 3
-    assert "workers1: in a container 1 workers need 1 more CPU for the learner, this host has 0 left" in error
+    assert "workers1: in a container 1 worker and 1 learner need 2 CPUs, this host offers 1; lower" in error
 
 
 def test_an_image_without_the_executor_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,10 +375,10 @@ def test_a_plan_whose_cpuset_leaves_the_learner_nothing_is_refused(cpuset: tuple
 
 def test_the_learner_gets_the_next_cpu_in_filling_order_one_for_each_rank() -> None:
     siblings = tuple(Cpu(cpu, cpu % 4, 0) for cpu in range(8))  # 4 is the sibling of 0
-    assert choose_cpuset((0, 1), 1, siblings) == (0, 1, 2)
-    assert choose_cpuset((0, 1, 2, 3), 2, siblings) == (0, 1, 2, 3, 4, 5)
-    with pytest.raises(CannotHoldError, match=r"8 workers need 2 more CPUs for the learner, this host has 0 left"):
-        choose_cpuset(tuple(range(8)), 2, siblings)
+    assert choose_cpuset(((0, 1),), siblings) == (0, 1, 2)
+    assert choose_cpuset(((0, 1), (2, 3)), siblings) == (0, 1, 2, 3, 4, 5)
+    with pytest.raises(CannotHoldError, match=r"8 workers and 2 learners need 10 CPUs, this host offers 8; lower"):
+        choose_cpuset(((0, 1, 2, 3), (4, 5, 6, 7)), siblings)
 
 
 def test_a_dry_run_shows_image_and_cpus(answering: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
