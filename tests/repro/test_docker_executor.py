@@ -400,3 +400,16 @@ def test_a_session_goes_through_containers_alone(
     assert f"unilab-repro:cpu {IMAGE_ID}" in (out / "report.md").read_text()
     assert "their image holds no benchmarks" in (out / "benchmarks.json").read_text()
     assert main(["verify", str(out)]) == 0
+
+
+def test_probes_of_a_session_run_in_a_container_too(
+    answering: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, out = tmp_path / "m.toml", tmp_path / "out"
+    matrix.write_text(matrix_text({"a": {}}, extra='probes = ["correctness"]\n'))
+    monkeypatch.setattr("repro.launch.subprocess.Popen", None)
+    assert main(["run", "--matrix", str(matrix), "--out", str(out), "--executor", "docker"]) != 0  # it wrote nothing
+    command = answering.created[-1]["command"]
+    assert command[:5] == ["python", "-P", "-m", "unilab.probes", "correctness"]
+    assert Path(command[command.index("--output") + 1]).parent.parent == out  # which the container may write
+    assert answering.created[-1]["cpuset_cpus"] == "0,1"
