@@ -18,6 +18,7 @@ from unilab import names
 STAMP_FILE = "source_stamp.json"
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a checkout dirty; a report being written does not
 TRAINER_SUFFIXES = (".py", ".c", ".yaml", ".xml")  # as the trainer counts its own in `command.json`
+UNKNOWN = "unknown"
 SOURCE_SUFFIXES = (".py", ".c", ".yaml", ".xml", ".toml", ".j2")
 
 
@@ -46,6 +47,13 @@ class Source(Strict):
     def short(self) -> str:
         """Seven characters of the commit, or ``src`` and seven of the source hash."""
         return self.commit[:7] if self.commit else f"src{self.sources_sha256[:7]}"
+
+    @property
+    def revision(self) -> str:
+        """What an image of these sources has as its revision: commit, with ``-dirty`` where they differ from it."""
+        if self.commit is None:
+            return UNKNOWN
+        return f"{self.commit}-dirty" if self.dirty else self.commit
 
 
 class _Stamp(Strict):

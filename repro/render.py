@@ -20,7 +20,7 @@ from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
 from repro.noise_section import noise_sentence, steadiness_table
-from repro.plan import VISIBLE_DEVICES, shell_command
+from repro.plan import VISIBLE_DEVICES, Executor, shell_command
 from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
@@ -227,6 +227,8 @@ def _cases(evidence: Evidence) -> str:
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
         where = f"CPU {text.pools(cell.pools)}" if cell.pools else "this host cannot hold it"
+        if cell.cpuset is not None:
+            where += f", container {text.cpu_list(cell.cpuset)}"
         gpus = ", ".join(map(str, case.gpus)) or "none"
         rows.append([case.name, gpus, f"{case.workers}", text.workers(cell.pools), where, case.reason])
     headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
@@ -251,6 +253,7 @@ def _environment(evidence: Evidence) -> str:
     rows = [
         ["code", _code(evidence.plan.source)],
         *([["trainer", evidence.plan.source.trainer]] if evidence.plan.source.trainer else []),
+        *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
         ["sockets, NUMA nodes", f"{_known(host.sockets)}, {_known(host.numa_nodes)} among the allowed CPUs"],
@@ -276,6 +279,11 @@ def _gpu_places(host: Host) -> str:
 
 def _known(value: int | str | None) -> str:
     return "unknown" if value is None else f"{value}"
+
+
+def _containers(executor: Executor) -> list[list[str]]:
+    """The image of a session whose cells ran in containers."""
+    return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 
 def _code(source: Source) -> str:

@@ -6,16 +6,16 @@ import contextlib
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from repro.benchmarks import run_benchmarks
+from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome
-from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, Runner, cell_environment, local_runner
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -92,7 +92,9 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
-    return plan.model_copy(update={"cells": cells, "matrix": matrix})
+    image = plan.executor.image
+    executor = plan.executor.model_copy(update={"image": image and redactor.text(image)})
+    return plan.model_copy(update={"cells": cells, "matrix": matrix, "executor": executor})
 
 
 def run_cells(
@@ -103,6 +105,7 @@ def run_cells(
     *,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    runner: Callable[[Cell], Runner] = local_runner,
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
 ) -> bool:
@@ -117,6 +120,7 @@ def run_cells(
         view: Shows what happens.
         trainer: Start of every command.
         inherited: The environment that cells inherit.
+        runner: Gives what runs a cell's commands.
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
 
@@ -125,7 +129,7 @@ def run_cells(
     """
     with _signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -137,7 +141,9 @@ def run_cells(
                 return True
             for cell in plan.runnable:
                 view.started(cell)
-                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(
+                    plan, cell, journal, out_dir, trainer, inherited, runner(cell), grace
+                )
                 view.ended(evidence, ended.seconds)
                 if interrupted:
                     journal.write("session_interrupted")
@@ -154,7 +160,11 @@ def run_cells(
 def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
     """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
     journal.write("benchmarks_started")
-    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    ended = None
+    if plan.executor.kind == "docker":
+        leave_out(out_dir, "runs are in containers, and their image holds no benchmarks")
+    else:
+        ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
     journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
     return ended.outcome if ended is not None else None
 
@@ -166,15 +176,16 @@ def _run_one(
     out_dir: Path,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    run: Runner,
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
-    ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace)
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling:
-        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
     redactor = Redactor(out_dir)
     redactor.file(log)
     run_dir = out_dir / cell.run

@@ -22,7 +22,8 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--executor", "--image"),
+        *("--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
