@@ -32,7 +32,7 @@ from repro.run_files import find_value, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
 from repro.throughput import Throughput, measure
-from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
+from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, GRADIENT_MEAN, MANIFEST_FILE
 
 # Reasons of the suite's own, beside those of `events.Reason`.
 NOT_AS_PLANNED = "not_as_planned"
@@ -266,10 +266,25 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
     if is_pinned(cell):
         key, _, lists = pinning(cell.pools).partition("=")
         asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
+    if cell.world_size > 1:
+        asked |= _planned_ranks(cell, manifest, matrix.smoke)
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
     return None
+
+
+def _planned_ranks(cell: Cell, manifest: Mapping[str, Any], smoke: bool) -> dict[str, tuple[Any, Any]]:
+    """What several ranks must say of themselves, planned and found: all there, learning as one, a GPU each."""
+    listed = manifest.get("ranks")
+    ranks = [rank for rank in listed if isinstance(rank, dict)] if isinstance(listed, list) else []
+    asked: dict[str, tuple[Any, Any]] = {
+        "ranks": (list(range(cell.world_size)), [rank.get("rank") for rank in ranks]),
+        "dp_sync.mode": (GRADIENT_MEAN, find_value(manifest, "dp_sync", "mode")),
+    }
+    if not smoke:
+        asked["number of GPUs"] = (cell.world_size, len({f"{rank.get('gpu_uuid')}" for rank in ranks}))
+    return asked
 
 
 def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | None:

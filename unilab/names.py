@@ -20,6 +20,9 @@ MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
+# `dp_sync.mode` of manifest.json, where there are several ranks.
+GRADIENT_MEAN = "gradient_mean_per_optimizer_step"
+
 # Values of run_end.json's `status`.
 COMPLETED = "completed"
 FAILED = "failed"

@@ -248,14 +248,19 @@ def _manifest(options: RunOptions) -> dict[str, Any]:
     device = "cpu" if options.smoke else "cuda:0"
     rank = {
         "collector_backend_device": device,
-        "gpu_uuid": None if options.smoke else "GPU-00000000",
         "gpu_name": None if options.smoke else "Fake GPU",
     }
     pools = [None if pool is None else list(pool) for pool in options.pools or [options.cpu_ids] * options.world_size]
     return {
         "schema_version": names.SCHEMA_VERSION,
-        "ranks": [{"rank": index, **rank, "cpu_ids": pools[index]} for index in range(options.world_size)],
-        "dp_sync": {"world_size": options.world_size},
+        "ranks": [
+            {"rank": index, **rank, "gpu_uuid": None if options.smoke else f"GPU-{index:08}", "cpu_ids": pools[index]}
+            for index in range(options.world_size)
+        ],
+        "dp_sync": {
+            "world_size": options.world_size,
+            "mode": names.GRADIENT_MEAN if options.world_size > 1 else "none",
+        },
         "physics": {
             **{"profile": "exact", "timestep": 1 / 150, "decimation": 3},
             **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(pools[0] or (0,))},
