@@ -56,6 +56,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace", action="store_true", help="every run writes a timeline for ui.perfetto.dev")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the session in --out: run what has no number yet"
+    )
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first run without a number")
     parser.add_argument("--dry-run", action="store_true", help="print commands, environment, placement; start nothing")

@@ -5,22 +5,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
 from repro.errors import UsageError
 from repro.events import Reason, Refusal
 from repro.host import Host
 from repro.journal import Entry, read_journal
-from repro.layout import BENCHMARKS_FILE, HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR, is_derived
+from repro.layout import (
+    BENCHMARKS_FILE,
+    HOST_FILE,
+    JOURNAL_FILE,
+    LOGS_DIR,
+    PLAN_FILE,
+    RUNS_DIR,
+    TELEMETRY_DIR,
+    is_derived,
+)
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, same_words
 from repro.run_files import find_value, read_json
 from repro.schema import Model, canonical_json, read_model
+from repro.telemetry import Sample, read_telemetry
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
@@ -84,6 +95,7 @@ class Evidence:
         cells: One entry for each planned cell, in order.
         inputs: SHA-256 of every raw file by its relative path.
         benchmarks: The micro-benchmarks, or None where the session ran none.
+        telemetry: What the host did while each cell ran, by cell.
     """
 
     plan: Plan
@@ -92,6 +104,7 @@ class Evidence:
     cells: tuple[CellEvidence, ...]
     inputs: Mapping[str, str]
     benchmarks: Benchmarks | None = None
+    telemetry: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
 
 def read_evidence(out_dir: Path) -> Evidence:
@@ -104,21 +117,23 @@ def read_evidence(out_dir: Path) -> Evidence:
     check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
-    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended])
+    moved = moved_cells(out_dir, journal)
+    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended and cell.id not in moved])
+    telemetry = {cell.id: _telemetry(out_dir, cell, ended.get(cell.id)) for cell in plan.cells if cell.id not in moved}
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
     stop = usage_stop(journal)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
     benchmarks = _read_benchmarks(out_dir, plan, journal)
-    return Evidence(plan, host, journal, refuse_mixed_groups(refuse_copied_events(cells, inputs)), inputs, benchmarks)
+    cells = refuse_mixed_groups(refuse_copied_events(cells, inputs))
+    return Evidence(plan, host, journal, cells, inputs, benchmarks, telemetry=telemetry)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
     """Entries of the folders of runs and logs that belong to no planned cell, one line each."""
-    owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
-    present = [
-        path.relative_to(out_dir).as_posix() for part in (RUNS_DIR, LOGS_DIR) for path in out_dir.glob(f"{part}/*")
-    ]
+    owned = {name for cell in plan.cells for name in (cell.run, cell.log, cell.stacks, cell.telemetry)}
+    folders = (RUNS_DIR, LOGS_DIR, TELEMETRY_DIR)
+    present = [path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")]
     return [f"{name}: belongs to no cell of {PLAN_FILE}" for name in sorted(present) if name not in owned]
 
 
@@ -129,7 +144,7 @@ def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvide
 
 def usage_stop(journal: tuple[Entry, ...]) -> str | None:
     """Id of the cell whose settings the trainer refused, which ended the session; None where there is none."""
-    return next((entry.cell for entry in journal if entry.exit_code == EXIT_USAGE), None)
+    return next((cell for cell, entry in last_ends(journal).items() if entry.exit_code == EXIT_USAGE), None)
 
 
 def hash_inputs(out_dir: Path) -> dict[str, str]:
@@ -160,6 +175,13 @@ def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> B
     return _read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
+def _telemetry(out_dir: Path, cell: Cell, entry: Entry | None) -> tuple[Sample, ...]:
+    path = out_dir / cell.telemetry
+    if entry is not None and entry.samples is None and path.exists():
+        raise UsageError(f"{cell.telemetry} is there, though {JOURNAL_FILE} says that its cell was not sampled")
+    return read_telemetry(path, None if entry is None else entry.samples)
+
+
 def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
     missing = [cell.log for cell in cells if not (out_dir / cell.log).is_file()]
     if missing:
@@ -168,13 +190,10 @@ def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
 
 def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     known = {cell.id for cell in plan.cells}
-    ended: dict[str, Entry] = {}
     for entry in journal:
         if entry.cell is not None and entry.cell not in known:
             raise UsageError(f"{JOURNAL_FILE} names cell {entry.cell!r}, which is not in {PLAN_FILE}")
-        if entry.event == "cell_ended" and entry.cell is not None:
-            ended[entry.cell] = entry
-    return ended
+    return last_ends(journal)
 
 
 def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str | None) -> CellEvidence:

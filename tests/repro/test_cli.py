@@ -22,7 +22,8 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--resume"),
+        *("--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
