@@ -107,11 +107,12 @@ class Sampler:
     def _sample_until_stopped(self, file: TextIO) -> None:
         cpus, failed = CpuReader(self._cpu_ids), self._open()
         due = self._began
-        while not self._stop.is_set():
+        stopped = False
+        while not stopped:
             due += self._interval
-            if self._stop.wait(max(0.0, due - time.monotonic())) and self.count:
-                return
-            self._write(file, self._sample(cpus, failed))
+            stopped = self._stop.wait(max(0.0, due - time.monotonic()))
+            if not stopped or not self.count:
+                self._write(file, self._sample(cpus, failed))
             failed = None
 
     def _open(self) -> str | None:
