@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from repro.journal import Entry
@@ -108,11 +109,13 @@ def attempt_notes(journal: Sequence[Entry]) -> list[str]:
 
 def session_seconds(journal: Sequence[Entry]) -> float:
     """Time that the parts of a session took, the pauses between them left out."""
-    total, times = 0.0, [datetime.fromisoformat(entry.time) for entry in journal]
-    for index, entry in enumerate(journal[1:], start=1):
-        if entry.event != "session_resumed":
-            total += (times[index] - times[index - 1]).total_seconds()
-    return total
+    times = [datetime.fromisoformat(entry.time) for entry in journal]
+    steps = [
+        after - before
+        for (before, after), entry in zip(pairwise(times), journal[1:], strict=True)
+        if entry.event != "session_resumed"
+    ]
+    return sum(steps, timedelta()).total_seconds()
 
 
 def _end(ended: Entry | None) -> str:
