@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
-from repro.matrix import builtin_names
+from repro.matrix import ProbeName, builtin_names
 from unilab.names import EXIT_USAGE, TOTAL_FPS
 
 
@@ -29,8 +29,10 @@ def build_parser() -> Parser:
         ("plan", "cells, order, placement and time of a matrix; starts nothing", _add_plan),
         ("run", "run a matrix and write its report", _add_run),
         ("analyze", "the metric of one run", _add_analyze),
+        ("probe", "whether ranks compute, communicate and capture as they must", _add_probe),
         ("report", "compute and render a report again from its raw files", _add_report),
         ("verify", "check reports against their raw files", _add_verify),
+        ("gate", "judge a report against a baseline; exit 1 on a regression or a failed probe", _add_gate),
         ("bench", "short benchmarks of this host; nothing is published", _add_bench),
     ):
         add(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
@@ -80,6 +82,18 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    names = get_args(ProbeName)
+    parser.add_argument("probe", metavar="PROBE", choices=names, help=", ".join(names))
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, help="ranks, on the first N visible GPUs (default 2, or 1 with one GPU)"
+    )
+    parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
+    parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="report folder")
     parser.add_argument("--check", action="store_true", help="write nothing, compare bytes; exit 1 if they differ")
@@ -89,6 +103,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="report folder (default: all of reports/)"
     )
+
+
+def _add_gate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("current", metavar="CURRENT", type=Path, help="report folder to judge")
+    parser.add_argument("--baseline", metavar="BASE", type=Path, required=True, help="report folder to compare with")
+    parser.add_argument(
+        "--max-drop", metavar="F", type=float, default=0.05, help="relative loss that is tolerated (default 0.05)"
+    )
+    parser.add_argument("--junit", metavar="FILE", type=Path, help="also write JUnit XML to a new file")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from repro.events import Refusal
 from repro.host import find_host
 from repro.launch import run_cell, trainer_environment
 from repro.matrix import check_overrides, load_matrix
+from repro.output import require_new
 from repro.plan import TRAINER, VISIBLE_DEVICES
 from repro.schema import Strict, canonical_json, read_model
 from repro.throughput import measure
@@ -127,7 +128,7 @@ def bench_training(arguments: argparse.Namespace, trainer: Sequence[str] = TRAIN
         HostUnfitError: If the trainer says so.
         OSError: If the measured process fails.
     """
-    _require_new(arguments.output)
+    require_new(arguments.output)
     match arguments.part:
         case "learner":
             return _conclude(arguments, found := bench_learner(arguments), learner_lines(found))
@@ -246,18 +247,6 @@ def tick_lines(found: TickBench) -> list[str]:
         "works beside the other group's step. The update runs beside all of them; what of it outlasts the steps makes "
         "the pool idle.",
     ]
-
-
-def _require_new(output: Path | None) -> None:
-    """Refuse a file that cannot be written or would replace another, before minutes are spent on its content."""
-    if output is None:
-        return
-    if output.is_dir():
-        raise UsageError(f"--output {output} is a folder; name a new file in it")
-    if output.exists():
-        raise UsageError(f"--output {output} exists; older results are never replaced, choose another name")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: {output.parent} is not a folder; make it first, or choose another")
 
 
 def _set_up(arguments: argparse.Namespace) -> Setup:

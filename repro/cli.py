@@ -17,6 +17,7 @@ from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
 from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.output import require_new
 from repro.place import Cpu
 from repro.plan import TRAINER, Plan, make_plan
 from repro.provenance import find_source
@@ -68,8 +69,16 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _run(arguments, trainer)
         case "analyze":
             return _analyze(arguments)
+        case "probe":
+            from repro.probe_command import probe
+
+            return probe(arguments)
         case "report":
             return _report(arguments)
+        case "gate":
+            from repro.gate_command import gate
+
+            return gate(arguments)
         case "bench":
             return _bench(arguments, trainer)
         case _:
@@ -187,6 +196,8 @@ def _run_plan(
     count = sum(cell.id not in (finished or {}) for cell in plan.runnable)
     seconds = plan.estimated_seconds * count / len(plan.runnable)
     print(f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}")
+    if plan.matrix.probes:
+        print(f"probes before everything else: {', '.join(plan.matrix.probes)}")
     if plan.matrix.benchmarks:
         print(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
     if plan.cleared_environment:
@@ -219,8 +230,7 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from repro.events import Refusal
     from repro.throughput import measure
 
-    if arguments.output is not None and arguments.output.exists():
-        raise UsageError(f"--output {arguments.output} exists; older results are never replaced, choose another name")
+    require_new(arguments.output)
     if not arguments.run_dir.is_dir():
         raise UsageError(f"{arguments.run_dir} is not a folder; give the folder of one run")
     own = any((arguments.run_dir / name).exists() for name in (CONFIG_FILE, COMMAND_FILE))

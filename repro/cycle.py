@@ -1,7 +1,8 @@
 """Where a tick goes: the pool's side, the learner's side, and which stage bounds a case.
 
 Every number is the mean over a case's measured runs of their tail means of `Perf/*`. What the named stages leave of a
-tick is its remainder: stated, and no stage. A tag that a run lacks is missing, not zero.
+tick is its remainder: stated, and no stage. A tag that a run lacks is missing, not zero. A case of several ranks has a
+row for all of them, from the run's tags, and one for each rank from the tags of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from unilab.names import (
     ITERATION_TIME,
     LEARNING_TIME,
     PACK_MS,
+    rank_tag,
 )
 
 BUSY = 0.95  # share of the tick inside `Batch.step` from which physics bounds a case
@@ -30,27 +32,38 @@ LEARNER = {COLLECTOR_WAIT_MS: "waiting for rows", INFERENCE_MS: "upload, act, do
 BESIDE = {LEARNING_TIME: "update on the device", APPLY_MS: "apply", PACK_MS: "pack"}
 
 
-def stage_means(evidence: Evidence, case: str) -> dict[str, float]:
-    """Milliseconds by tag, the mean over a case's measured runs; without the tags that one of them lacks."""
+def stage_means(evidence: Evidence, case: str, rank: int | None = None) -> dict[str, float]:
+    """Milliseconds by tag, the mean over a case's measured runs; without the tags that one of them lacks.
+
+    Args:
+        evidence: The session.
+        case: The case.
+        rank: Takes the tags of this rank alone, under the names of the run's; None takes the run's.
+    """
     runs = [
         item.throughput.stages
         for item in evidence.cells
         if item.cell.case == case and item.status == "measured" and item.throughput is not None
     ]
-    return {tag: fmean(run[tag] for run in runs) for tag in STAGE_TAGS if runs and all(tag in run for run in runs)}
+    names = {tag: tag if rank is None else rank_tag(tag, rank) for tag in STAGE_TAGS}
+    return {
+        tag: fmean(run[name] for run in runs)
+        for tag, name in names.items()
+        if runs and all(name in run for run in runs)
+    }
 
 
 def pool_table(evidence: Evidence) -> str:
     """The tick as the pool spends it: two stages and the remainder."""
-    rows = [[case, *_tick(means, POOL)] for case, means in _measured(evidence).items()]
+    rows = [[name, *_tick(means, POOL)] for name, means in _rows(evidence).items()]
     return text.markdown_table(("case", "tick, ms", *POOL.values(), "remainder"), rows, "lrrrr")
 
 
 def learner_table(evidence: Evidence) -> str:
     """The tick as the learner spends it: two stages and the remainder; then what is no part of that sum."""
     rows = [
-        [case, *_tick(means, LEARNER), *(text.number(means[tag]) if tag in means else MISSING for tag in BESIDE)]
-        for case, means in _measured(evidence).items()
+        [name, *_tick(means, LEARNER), *(text.number(means[tag]) if tag in means else MISSING for tag in BESIDE)]
+        for name, means in _rows(evidence).items()
     ]
     return text.markdown_table(
         ("case", "tick, ms", *LEARNER.values(), "remainder", *(f"beside: {name}" for name in BESIDE.values())),
@@ -61,8 +74,12 @@ def learner_table(evidence: Evidence) -> str:
 
 def missing_tags(evidence: Evidence) -> str:
     """One sentence on the tags that measured runs lack; empty where none does."""
-    lacking = {case: [tag for tag in STAGE_TAGS if tag not in means] for case, means in _measured(evidence).items()}
-    parts = [f"`{case}` lacks {', '.join(f'`{tag}`' for tag in tags)}" for case, tags in lacking.items() if tags]
+    parts = []
+    for name, means in _rows(evidence).items():
+        tags = [tag for tag in STAGE_TAGS if tag not in means]
+        if tags:
+            listed = "every tag" if len(tags) == len(STAGE_TAGS) else ", ".join(f"`{tag}`" for tag in tags)
+            parts.append(f"`{name}` lacks {listed}")
     return f"{'; '.join(parts)}: what needs them is missing too." if parts else ""
 
 
@@ -95,6 +112,17 @@ def _measured(evidence: Evidence) -> dict[str, dict[str, float]]:
     counted = {item.cell.case for item in evidence.cells if item.status == "measured" and item.throughput is not None}
     names = [case.name for case in evidence.plan.matrix.cases if case.name in counted]
     return {name: stage_means(evidence, name) for name in names}
+
+
+def _rows(evidence: Evidence) -> dict[str, dict[str, float]]:
+    """Means by name of the row: every measured case and, where it has several ranks, each of them."""
+    ranks = {item.cell.case: item.cell.world_size for item in evidence.cells}
+    rows = {}
+    for case, means in _measured(evidence).items():
+        several = range(ranks[case]) if ranks[case] > 1 else ()
+        rows[f"{case}, all ranks" if several else case] = means
+        rows |= {f"{case}, rank {rank}": stage_means(evidence, case, rank) for rank in several}
+    return rows
 
 
 def _tick(means: Mapping[str, float], stages: Sequence[str] | Mapping[str, str]) -> list[str]:

@@ -55,7 +55,8 @@ def diagnose(host: Host, topology: tuple[Cpu, ...], matrix: str | None) -> Diagn
 def choose_matrix(host: Host) -> tuple[str, str]:
     """Name of the widest shipped matrix this host can run, and why it is that one."""
     if host.gpu_unusable is None:
-        return "single", f"this host shows {text.count_of(len(host.visible_gpus), 'GPU')}"
+        count = len(host.visible_gpus)
+        return "dual" if count > 1 else "single", f"this host shows {text.count_of(count, 'GPU')}"
     return "smoke", f"no usable GPU: {host.gpu_unusable}"
 
 

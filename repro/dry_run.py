@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from repro import text
-from repro.benchmarks import LIMIT_SECONDS
-from repro.plan import Cell, Plan, shell_command
+from repro import benchmarks, text
+from repro.plan import PROBE_ESTIMATE_SECONDS, Cell, Plan, shell_command
+from repro.probe import LIMIT_SECONDS
+from repro.session_probes import planned_probes, probe_variables
 
 CEILING_LINE = "after each measured run its physics states are stepped again on the same CPUs: the physics ceiling"
 
@@ -18,7 +19,8 @@ def plan_lines(plan: Plan) -> list[str]:
         f"matrix {matrix.name}{smoke}: {matrix.reason}",
         f"{text.count_of(len(plan.runnable), 'run')}, about {text.duration(plan.estimated_seconds)}, "
         f"at most {text.duration(plan.timeout_seconds)} each",
-        *((f"micro-benchmarks first, at most {text.duration(LIMIT_SECONDS)}",) if matrix.benchmarks else ()),
+        *_probes(plan),
+        *((f"micro-benchmarks first, at most {text.duration(benchmarks.LIMIT_SECONDS)}",) if matrix.benchmarks else ()),
         *([CEILING_LINE] if matrix.ceiling else []),
         "",
         _table(plan),
@@ -29,14 +31,26 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
+def _probes(plan: Plan) -> list[str]:
+    probes = planned_probes(plan)
+    if not probes:
+        return []
+    estimate = PROBE_ESTIMATE_SECONDS[plan.matrix.smoke] * len(probes)
+    return [
+        f"before everything else {text.count_of(len(probes), 'probe')}, about {text.duration(estimate)}, at most "
+        f"{text.duration(LIMIT_SECONDS)} each; no run is started where one fails:",
+        *(f"  {probe.shell_command(probe_variables(plan))}" for probe in probes),
+    ]
+
+
 def _table(plan: Plan) -> str:
     rows = [
         [
             str(number),
             cell.id,
             "warm-up, discarded" if cell.warmup else "skipped" if cell.skip_reason else "measured",
-            str(len(cell.cpu_ids)) if cell.cpu_ids else text.NOTHING,
-            text.cpu_list(cell.cpu_ids or ()),
+            text.workers(cell.pools),
+            text.pools(cell.pools),
             ",".join(cell.gpus) or "none",
             cell.content_sha256[:12],
         ]

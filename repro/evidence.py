@@ -22,15 +22,17 @@ from repro.layout import (
     JOURNAL_FILE,
     LOGS_DIR,
     PLAN_FILE,
+    PROBES_DIR,
     RUNS_DIR,
     TELEMETRY_DIR,
     is_derived,
 )
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, check_plan, same_words
+from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
 from repro.run_files import find_value, read_json
-from repro.schema import Model, canonical_json, read_model
+from repro.schema import read_canonical
+from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
 from repro.telemetry import Sample, read_telemetry
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
@@ -95,6 +97,7 @@ class Evidence:
         cells: One entry for each planned cell, in order.
         inputs: SHA-256 of every raw file by its relative path.
         benchmarks: The micro-benchmarks, or None where the session ran none.
+        probes: One entry for each probe of the matrix, in order.
         telemetry: What the host did while each cell ran, by cell.
     """
 
@@ -104,6 +107,7 @@ class Evidence:
     cells: tuple[CellEvidence, ...]
     inputs: Mapping[str, str]
     benchmarks: Benchmarks | None = None
+    probes: tuple[ProbeEvidence, ...] = ()
     telemetry: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
 
@@ -113,7 +117,7 @@ def read_evidence(out_dir: Path) -> Evidence:
     Raises:
         UsageError: If the plan, the host's facts or the journal are missing or malformed, or contradict each other.
     """
-    plan, host = _read_canonical(Plan, out_dir / PLAN_FILE), _read_canonical(Host, out_dir / HOST_FILE)
+    plan, host = read_canonical(Plan, out_dir / PLAN_FILE), read_canonical(Host, out_dir / HOST_FILE)
     check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
@@ -121,25 +125,28 @@ def read_evidence(out_dir: Path) -> Evidence:
     _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended and cell.id not in moved])
     telemetry = {cell.id: _telemetry(out_dir, cell, ended.get(cell.id)) for cell in plan.cells if cell.id not in moved}
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
-    stop = usage_stop(journal)
+    probes = read_probes(out_dir, plan, journal)
+    stop = _stop(journal, probes)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
     benchmarks = _read_benchmarks(out_dir, plan, journal)
     cells = refuse_mixed_groups(refuse_copied_events(cells, inputs))
-    return Evidence(plan, host, journal, cells, inputs, benchmarks, telemetry=telemetry)
+    return Evidence(plan, host, journal, cells, inputs, benchmarks, probes, telemetry)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
-    """Entries of the folders of runs and logs that belong to no planned cell, one line each."""
+    """Entries of the session's folders that belong to no planned cell or probe, one line each."""
     owned = {name for cell in plan.cells for name in (cell.run, cell.log, cell.stacks, cell.telemetry)}
-    folders = (RUNS_DIR, LOGS_DIR, TELEMETRY_DIR)
-    present = [path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")]
-    return [f"{name}: belongs to no cell of {PLAN_FILE}" for name in sorted(present) if name not in owned]
+    owned |= {name for probe in plan.matrix.probes for name in (record_file(probe), log_file(probe))}
+    folders = (RUNS_DIR, LOGS_DIR, TELEMETRY_DIR, PROBES_DIR)
+    strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
+    kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}
+    return [f"{name}: belongs to no {kind} of {PLAN_FILE}" for name, kind in kinds.items()]
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
     """Decide about one cell right after its end; the groups are not looked at."""
-    return _judge(out_dir, plan, cell, True, entry, None)
+    return _judge(out_dir, plan, cell, True, entry, "")
 
 
 def usage_stop(journal: tuple[Entry, ...]) -> str | None:
@@ -147,18 +154,20 @@ def usage_stop(journal: tuple[Entry, ...]) -> str | None:
     return next((cell for cell, entry in last_ends(journal).items() if entry.exit_code == EXIT_USAGE), None)
 
 
+def _stop(journal: tuple[Entry, ...], probes: tuple[ProbeEvidence, ...]) -> str:
+    """Why cells without a start had none."""
+    failed = [probe.name for probe in probes if probe.status == "failed"]
+    if failed:
+        return f"probe {failed[0]} failed, so no run was started"
+    refused = usage_stop(journal)
+    if refused is not None:
+        return f"the session stopped because the trainer refused the settings of {refused}"
+    return "the session ended before its turn"
+
+
 def hash_inputs(out_dir: Path) -> dict[str, str]:
     """SHA-256 of every file that is not derived from the others, by relative path."""
     return {name: file_sha256(out_dir / name) for name in list_files(out_dir)[0] if not is_derived(name)}
-
-
-def _read_canonical(model: type[Model], path: Path) -> Model:
-    """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited."""
-    found = read_model(model, path)
-    # Defaults that are not in the file are not missing: an older version did not know them.
-    if path.read_bytes() != canonical_json(found.model_dump(mode="json", exclude_unset=True)).encode():
-        raise UsageError(f"{path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited")
-    return found
 
 
 def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> Benchmarks | None:
@@ -172,7 +181,7 @@ def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> B
         raise UsageError(f"{JOURNAL_FILE} has no micro-benchmarks, though the matrix asks for them")
     if present and not started:
         raise UsageError(f"{BENCHMARKS_FILE} is there, though {JOURNAL_FILE} says that no micro-benchmark was started")
-    return _read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
+    return read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
 def _telemetry(out_dir: Path, cell: Cell, entry: Entry | None) -> tuple[Sample, ...]:
@@ -196,7 +205,7 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     return last_ends(journal)
 
 
-def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str | None) -> CellEvidence:
+def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str) -> CellEvidence:
     has_run = (out_dir / cell.run).is_dir()
 
     def verdict(status: str, reason: str | None) -> CellEvidence:
@@ -205,8 +214,7 @@ def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | 
     if cell.skip_reason is not None:
         return verdict("skipped", cell.skip_reason)
     if not started:
-        refused = f"the session stopped because the trainer refused the settings of {stop}"
-        return verdict("not_run", refused if stop is not None else "the session ended before its turn")
+        return verdict("not_run", stop)
     if entry is None:
         return verdict("interrupted", "the journal has no end of this cell")
     if entry.outcome != "exited":
@@ -266,8 +274,9 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
         "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
         "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
     }
-    if any(argument.startswith("env.cpu_ids=") for argument in cell.arguments):
-        asked["env.cpu_ids"] = (list(cell.cpu_ids or ()), find_value(config, "env", "cpu_ids"))
+    if is_pinned(cell):
+        key, _, lists = pinning(cell.pools).partition("=")
+        asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from repro import text
 from repro.learning import WALKING_LENGTH
-from repro.matrix import Comparison, Matrix
+from repro.matrix import Comparison, Matrix, Metric
 from repro.result import CellResult, ComparisonResult, GroupResult, LearningResult, Result
 
 VERDICT_WORDS = {
@@ -15,12 +15,32 @@ VERDICT_WORDS = {
     "no_regression": "not slower by more than {margin}",
     "regression": "slower by more than {margin}",
 }
-UNDECIDED_WORDS = {"suspicious": "Looks slower, undecided", "insufficient_data": "Undecided"}
+# Against an expected ratio other than one, and for metrics that are no rate.
+NEUTRAL_WORDS = {
+    "improved": "higher, beyond the noise",
+    "no_regression": "not lower by more than {margin}",
+    "regression": "lower by more than {margin}",
+}
+UNDECIDED_WORDS = {"suspicious": "Looks {lower}, undecided", "insufficient_data": "Undecided"}
+METRIC_WORDS: dict[Metric, str] = {
+    "steps_per_second": "runs at {ratio} the rate of",
+    "learner_rows_per_second": "learns from {ratio} the rows/s of",
+    "ceiling": "has {ratio} the physics ceiling of",
+    "ceiling_share": "reaches {ratio} the ceiling share of",
+}
+METRIC_NAMES: dict[Metric, str] = {
+    "steps_per_second": "env steps/s",
+    "learner_rows_per_second": "rows/s",
+    "ceiling": "physics ceiling",
+    "ceiling_share": "ceiling share",
+}
 ONE_RUN = "one run, no interval"
 
 
 def headline(result: Result, matrix: Matrix) -> str:
     """The answer of the matrix in one line."""
+    if result.verdict == "probe_failed":
+        return _failed_probe(result)
     parts = [_incomplete(result)] if result.verdict == "incomplete" else []
     if matrix.learning:
         parts += [learning_sentence(found, case_of(result, found)) for found in result.learning]
@@ -28,9 +48,9 @@ def headline(result: Result, matrix: Matrix) -> str:
     parts += [
         comparison_sentence(found, item, matrix.margin)
         for found, item in zip(result.comparisons, matrix.comparisons, strict=True)
-        if found.ratio is not None
+        if found.ratio is not None and _leads(found)
     ]
-    if not any(found.ratio is not None for found in result.comparisons):
+    if not any(found.ratio is not None and _leads(found) for found in result.comparisons):
         parts += [group_sentence(group) for group in result.groups if group.n]
     return " ".join(parts) or "Nothing was measured."
 
@@ -42,13 +62,28 @@ def comparison_sentence(found: ComparisonResult, item: Comparison, margin: float
         if found.ci_low is None
         else f"95 % interval {text.interval(found.ci_low, found.ci_high, '.3f')}, n = {found.n}"
     )
+    plain = item.expected == 1.0 and item.metric == "steps_per_second"
+    of_expected = "" if item.expected == 1.0 or found.ratio is None else expected_share(found.ratio, item.expected)
     if found.verdict in UNDECIDED_WORDS:
-        return (
-            f"{UNDECIDED_WORDS[found.verdict]}: `{item.numerator}` against `{item.denominator}` "
-            f"(ratio {text.ratio(found.ratio)}, {spread})."
-        )
-    words = VERDICT_WORDS[found.verdict].format(margin=text.percent(margin))
-    return f"`{item.numerator}` runs at {text.ratio(found.ratio)} the rate of `{item.denominator}` ({spread}): {words}."
+        words = UNDECIDED_WORDS[found.verdict].format(lower="slower" if plain else "lower")
+        what = f"ratio {text.ratio(found.ratio)}{' of ' + METRIC_NAMES[item.metric] if not plain else ''}"
+        parts = ", ".join(filter(None, (what, of_expected, spread)))
+        return f"{words}: `{item.numerator}` against `{item.denominator}` ({parts})."
+    words = (VERDICT_WORDS if plain else NEUTRAL_WORDS)[found.verdict].format(margin=text.percent(margin))
+    what = METRIC_WORDS[item.metric].format(ratio=text.ratio(found.ratio))
+    outcome = ", ".join(filter(None, (of_expected, words)))
+    return f"`{item.numerator}` {what} `{item.denominator}` ({spread}): {outcome}."
+
+
+def expected_share(ratio: float, expected: float) -> str:
+    """A ratio as a share of the one that was expected."""
+    return f"{text.percent(ratio / expected)} of the {expected:g} expected"
+
+
+def _leads(found: ComparisonResult) -> bool:
+    """Whether a comparison stands in the headline: rates of env steps, and any other bad news of the verdict."""
+    good = found.verdict in ("improved", "no_regression")
+    return found.metric == "steps_per_second" or (found.metric != "ceiling" and not good)
 
 
 def learning_sentence(found: LearningResult, case: str) -> str:
@@ -109,6 +144,12 @@ def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], rep
         f"next: {next_step}",
         report,
     ]
+
+
+def _failed_probe(result: Result) -> str:
+    """The first one; a later one may have been interrupted."""
+    failed = next(probe for probe in result.probes if not probe.passed)
+    return f"Probe `{failed.name}` failed: {failed.detail}. No run was started, so there is no verdict on speed."
 
 
 def _incomplete(result: Result) -> str:

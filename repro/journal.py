@@ -16,6 +16,8 @@ from repro.schema import Strict, parse_model
 
 Event = Literal[
     "session_started",
+    "probe_started",
+    "probe_ended",
     "benchmarks_started",
     "benchmarks_ended",
     "cell_started",
@@ -31,14 +33,15 @@ class Entry(Strict):
     """One line.
 
     Attributes:
-        event: `session_started`, `benchmarks_started`, `benchmarks_ended`, `cell_started`, `cell_ended`,
-            `session_interrupted`, `session_resumed` or `session_ended`.
+        event: `session_started`, `probe_started`, `probe_ended`, `benchmarks_started`, `benchmarks_ended`,
+            `cell_started`, `cell_ended`, `session_interrupted`, `session_resumed` or `session_ended`.
         time: Time with its zone, ISO 8601; the suite writes UTC.
         cell: Id of the cell, for its two events.
-        outcome: How the cell ended.
-        exit_code: Exit code of the trainer; negative for a signal; None where it was killed by the suite.
-        seconds: Duration of the cell's process, or of that of the micro-benchmarks.
-        reason: Why the cell did not end well, or None.
+        probe: Name of the probe, for its two events.
+        outcome: How the cell or probe ended.
+        exit_code: Exit code of its process; negative for a signal; None where it was killed by the suite.
+        seconds: Duration of its process, or of that of the micro-benchmarks.
+        reason: Why the cell or probe did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.
         samples: Lines of the cell's telemetry.
     """
@@ -46,6 +49,7 @@ class Entry(Strict):
     event: Event
     time: str
     cell: str | None = None
+    probe: str | None = None
     outcome: Outcome | None = None
     exit_code: int | None = None
     seconds: Annotated[float, Field(ge=0)] | None = None
@@ -72,6 +76,7 @@ class Journal:
         event: Event,
         *,
         cell: str | None = None,
+        probe: str | None = None,
         outcome: Outcome | None = None,
         exit_code: int | None = None,
         seconds: float | None = None,
@@ -84,6 +89,7 @@ class Journal:
             event=event,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             cell=cell,
+            probe=probe,
             outcome=outcome,
             exit_code=exit_code,
             seconds=None if seconds is None else round(seconds, 3),
@@ -130,7 +136,7 @@ def _entry(line: bytes, source: str) -> Entry:
 
 
 def _check_order(entries: tuple[Entry, ...]) -> None:
-    """Refuse an order that no session writes: it starts once and ends last, and so does each of its cells.
+    """Refuse an order that no session writes: it starts once and ends last, so does each of its cells and probes.
 
     What a resumed session does again is judged from there on.
     """
@@ -139,9 +145,11 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
     last = len(entries)
     seen: set[tuple[str, str | None]] = set()
     for number, entry in enumerate(entries, start=1):
-        source, is_cell = f"{JOURNAL_FILE} line {number}", entry.event.startswith("cell_")
-        if is_cell != (entry.cell is not None):
-            raise UsageError(f"{source}: {entry.event} {'names no cell' if is_cell else f'names cell {entry.cell!r}'}")
+        source = f"{JOURNAL_FILE} line {number}"
+        for kind, name in (("cell", entry.cell), ("probe", entry.probe)):
+            is_kind = entry.event.startswith(f"{kind}_")
+            if is_kind != (name is not None):
+                raise UsageError(f"{source}: {entry.event} names {f'no {kind}' if is_kind else f'{kind} {name!r}'}")
         if (entry.event == "session_started") != (number == 1):
             raise UsageError(f"{source}: {entry.event}; session_started is the first line and no other")
         if entry.event == "session_resumed":
@@ -149,10 +157,15 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
         followed = number != last and entries[number].event != "session_resumed"
         if entry.event in ("session_ended", "session_interrupted") and followed:
             raise UsageError(f"{source}: {entry.event} is not the last line")
-        if (entry.event, entry.cell) in seen:
-            raise UsageError(f"{source}: {entry.event} of cell {entry.cell!r} is there twice")
+        if (entry.event, entry.cell or entry.probe) in seen:
+            kind = f"probe {entry.probe!r}" if entry.probe else f"cell {entry.cell!r}"
+            raise UsageError(f"{source}: {entry.event} of {kind} is there twice")
+        if entry.probe and any(event.startswith(("cell_", "benchmarks_")) for event, _ in seen):
+            raise UsageError(f"{source}: {entry.event}; probes come before everything else")
+        if entry.event == "probe_ended" and ("probe_started", entry.probe) not in seen:
+            raise UsageError(f"{source}: probe {entry.probe!r} ends before it starts")
         if entry.event == "benchmarks_ended" and ("benchmarks_started", None) not in seen:
             raise UsageError(f"{source}: micro-benchmarks end before they start")
         if entry.event == "cell_ended" and ("cell_started", entry.cell) not in seen:
             raise UsageError(f"{source}: cell {entry.cell!r} ends before it starts")
-        seen.add((entry.event, entry.cell))
+        seen.add((entry.event, entry.cell or entry.probe))

@@ -125,6 +125,10 @@ class SessionView:
             self._line(f"{self._place()} {evidence.cell.id}: {self._summary(row, evidence.reason)}")
         self._current = None
 
+    def note(self, line: str) -> None:
+        """Print a line about something that is no cell."""
+        self._line(line)
+
     def remaining_seconds(self) -> float:
         """Expected time to the end: waiting cells at the mean of finished ones, or at the plan's estimate."""
         done = [row.seconds for row in self._rows if row.seconds is not None]

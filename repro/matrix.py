@@ -23,7 +23,12 @@ from repro.errors import UsageError
 from repro.schema import Strict, nearest, parse_model
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
+ProbeName = Literal["correctness", "communication", "nccl-capture"]
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
+# Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
+Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
+CEILING_METRICS = ("ceiling", "ceiling_share")
+MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
 
 
@@ -62,15 +67,18 @@ class Case(Strict):
     Attributes:
         name: Short name; the first part of its cells' ids.
         reason: Why the case is in the matrix.
-        gpus: Positions within the visible GPUs, one rank each; empty means the CPU.
-        workers: Physics threads per rank: a count, ``default`` (one allowed CPU stays free for the learner) or ``all``.
+        gpus: Positions within the visible GPUs, one rank each; empty means the CPU. In a smoke matrix several positions
+            only say how many ranks there are, no GPU is looked for.
+        workers: Physics threads per rank: a count, ``default`` (an equal share of the allowed CPUs for each rank of the
+            matrix's widest case, less one that stays free for the rank's learner) or ``all`` (a share of the case's own
+            ranks).
         overrides: Trainer overrides in Hydra's grammar, after the matrix's own.
         environment: Variables set for the trainer.
     """
 
     name: Name
     reason: Reason
-    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    gpus: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = ()
     workers: Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all"] = "default"
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
@@ -100,18 +108,22 @@ class Case(Strict):
 
 
 class Comparison(Strict):
-    """A ratio of two cases' rates, ``numerator / denominator``.
+    """A ratio of one metric of two cases, ``numerator / denominator``.
 
     Attributes:
         name: What the ratio is called in reports.
+        metric: What is compared; those of the ceiling need ``ceiling = true``.
         numerator: A case of the matrix.
         denominator: Another case of the matrix.
+        expected: The ratio from which a change is counted, as 2 where twice the ranks shall give twice the rate.
         gate: Whether a `regression` verdict makes ``repro run`` end with exit code 1.
     """
 
     name: Name
+    metric: Metric = "steps_per_second"
     numerator: str
     denominator: str
+    expected: Annotated[float, Field(ge=0.001, le=MOST_RANKS)] = 1.0
     gate: bool = False
 
 
@@ -136,6 +148,7 @@ class Matrix(Strict):
         iteration_estimate_seconds: Expected time of one iteration, for the plan's estimate only.
         benchmarks: Whether the micro-benchmarks of the checkout run before the first cell.
         ceiling: Measures after each measured cell how fast its CPUs step its recorded states and do nothing else.
+        probes: Run before everything else, with the ranks of the widest case; where one fails, no cell is run.
         overrides: Trainer overrides of every case.
         comparisons: Ratios to report.
         cases: The configurations, in the order of the first block.
@@ -158,6 +171,7 @@ class Matrix(Strict):
     iteration_estimate_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 0.1
     benchmarks: bool = False
     ceiling: bool = False
+    probes: tuple[ProbeName, ...] = ()
     overrides: tuple[str, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     cases: Annotated[tuple[Case, ...], Field(min_length=1)]
@@ -180,6 +194,8 @@ class Matrix(Strict):
                     raise ValueError(f"comparison {item.name!r} names case {name!r}{nearest(name, names)}")
             if item.numerator == item.denominator:
                 raise ValueError(f"comparison {item.name!r} compares {item.numerator!r} with itself")
+            if item.metric in CEILING_METRICS and not self.ceiling:
+                raise ValueError(f"comparison {item.name!r} needs the physics ceiling; set ceiling = true")
         return self
 
     @model_validator(mode="after")
@@ -195,13 +211,25 @@ class Matrix(Strict):
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what older files do not have, so that their bytes stay what they were."""
         content: dict[str, Any] = serialize(self)
-        return content if self.learning else {key: value for key, value in content.items() if key != "learning"}
+        return {key: value for key, value in content.items() if value or key not in ("learning", "probes")}
+
+    @model_validator(mode="after")
+    def _distinct_probes(self) -> Self:
+        twice = [name for name, count in Counter(self.probes).items() if count > 1]
+        if twice:
+            raise ValueError(f"probe {twice[0]!r} is named {self.probes.count(twice[0])} times; once is enough")
+        if self.smoke and "nccl-capture" in self.probes:
+            raise ValueError("probe 'nccl-capture' is about graphs on GPUs; take it out of a smoke matrix")
+        return self
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
         for case in self.cases:
-            if self.smoke and case.gpus:
-                raise ValueError(f"case {case.name!r} names GPUs {list(case.gpus)}, but the matrix is smoke (CPU)")
+            if self.smoke and len(case.gpus) == 1:
+                raise ValueError(
+                    f"case {case.name!r} names GPUs {list(case.gpus)}, but the matrix is smoke (CPU); leave gpus out, "
+                    "or list as many positions as it has ranks"
+                )
             if not self.smoke and not case.gpus:
                 raise ValueError(f"case {case.name!r} names no GPU; set gpus = [0], or smoke = true for the CPU")
         return self

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
+
+from repro import text
 
 SYSFS = Path("/sys/devices/system/cpu")
 
@@ -20,15 +24,32 @@ class Cpu:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What a host offers to cases.
+
+    Attributes:
+        topology: Its allowed CPUs.
+        cgroup_cpus: CPU time that the control group pays for, in CPUs; None without a limit.
+        visible_gpus: Entries of CUDA_VISIBLE_DEVICES, one rank each.
+        gpu_unusable: Why no GPU can be used, if so.
+    """
+
+    topology: tuple[Cpu, ...]
+    cgroup_cpus: float | None = None
+    visible_gpus: tuple[str, ...] = ()
+    gpu_unusable: str | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where a cell runs.
 
     Attributes:
-        cpu_ids: One CPU for each physics worker.
+        pools: For each rank one CPU for each of its physics workers; all ranks have equally many.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each rank; empty on the CPU.
     """
 
-    cpu_ids: tuple[int, ...]
+    pools: tuple[tuple[int, ...], ...]
     gpus: tuple[str, ...]
 
 
@@ -64,31 +85,56 @@ def usable_cpus(topology: tuple[Cpu, ...], cgroup_cpus: float | None) -> tuple[i
     return order[: max(1, math.floor(cgroup_cpus))]
 
 
-def place(
-    workers: int | Literal["default", "all"],
-    gpus: tuple[int, ...],
-    usable: tuple[int, ...],
-    visible_gpus: tuple[str, ...],
-    gpu_unusable: str | None = None,
-) -> Placement:
+def split_cpus(topology: tuple[Cpu, ...], cgroup_cpus: float | None, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Equally large shares of the usable CPUs, one for each rank, each in filling order; none for too few CPUs.
+
+    A share is made of whole physical cores, neighbours on one socket as far as they last. What cannot be split evenly
+    stays unused. One rank gets what `usable_cpus` gives.
+    """
+    if ranks > len(topology):
+        return ()
+    cores: dict[tuple[int, int], list[Cpu]] = defaultdict(list)
+    for cpu in sorted(topology, key=lambda item: (item.socket, item.cpu)):
+        cores[cpu.socket, cpu.core].append(cpu)
+    whole = list(cores.values()) if len(cores) >= ranks else [[cpu] for own in cores.values() for cpu in own]
+    count = len(whole) // ranks
+    own = [tuple(chain.from_iterable(whole[rank * count : (rank + 1) * count])) for rank in range(ranks)]
+    size = min(map(len, own))
+    if cgroup_cpus is not None:
+        size = min(size, math.floor(max(1.0, cgroup_cpus)) // ranks)
+    return tuple(fill_order(share)[:size] for share in own) if size else ()
+
+
+def place(workers: int | Literal["default", "all"], gpus: tuple[int, ...], offer: Offer, widest: int = 1) -> Placement:
     """Choose the CPUs and GPUs of a case.
 
+    The CPUs are split by the ranks of the widest case, so that a case of fewer ranks has the first pools of that one;
+    by the case's own ranks where it asks for more.
+
     Args:
-        workers: A count, ``default`` (one usable CPU stays free for the learner, at least one worker) or ``all``.
-        gpus: Positions within `visible_gpus`.
-        usable: CPUs in filling order.
-        visible_gpus: Entries of CUDA_VISIBLE_DEVICES, one GPU each.
-        gpu_unusable: Why no GPU can be used, if so.
+        workers: Of each rank: a count, ``default`` (a share of the widest case less one CPU, which stays free for the
+            rank's learner; at least one worker) or ``all`` (a share of the case's own).
+        gpus: Positions within the visible GPUs; empty for one rank on the CPU.
+        offer: What the host has.
+        widest: Most ranks of a case in the matrix.
 
     Raises:
         CannotHoldError: Saying what was asked and what this host has.
     """
-    entries = _pick_gpus(gpus, visible_gpus, gpu_unusable)
-    count = {"default": max(1, len(usable) - 1), "all": len(usable)}.get(str(workers), workers)
+    entries = _pick_gpus(gpus, offer.visible_gpus, offer.gpu_unusable)
+    ranks = max(1, len(gpus))
+    shares, own = (split_cpus(offer.topology, offer.cgroup_cpus, count) for count in (max(widest, ranks), ranks))
+    offered = text.count_of(len(usable_cpus(offer.topology, offer.cgroup_cpus)), "CPU")
+    if not own:
+        raise CannotHoldError(f"asks for {ranks} ranks, this host offers {offered}")
+    of_share, of_own = (len(split[0]) if split else 0 for split in (shares, own))
+    count = {"default": max(1, of_share - 1), "all": of_own}.get(str(workers), workers)
     assert isinstance(count, int)
-    if count > len(usable):
-        raise CannotHoldError(f"asks for {count} workers, this host offers {len(usable)} CPU{'s' * (len(usable) > 1)}")
-    return Placement(usable[:count], entries)
+    if count > of_own:
+        each = f"{count} workers" if ranks == 1 else f"{ranks} ranks of {text.count_of(count, 'worker')}"
+        raise CannotHoldError(f"asks for {each}, this host offers {offered}")
+    pools = shares[:ranks] if count <= of_share else own
+    return Placement(tuple(pool[:count] for pool in pools), entries)
 
 
 def _pick_gpus(gpus: tuple[int, ...], visible: tuple[str, ...], unusable: str | None) -> tuple[str, ...]:
@@ -98,8 +144,6 @@ def _pick_gpus(gpus: tuple[int, ...], visible: tuple[str, ...], unusable: str | 
         raise CannotHoldError(f"asks for GPU position {gpus[0]}, but {unusable}")
     if max(gpus) >= len(visible):
         raise CannotHoldError(f"asks for GPU position {max(gpus)}, this host shows {len(visible)} GPU (counted from 0)")
-    if len(gpus) > 1:
-        raise CannotHoldError(f"asks for {len(gpus)} ranks, this trainer runs one")
     return tuple(visible[position] for position in gpus)
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,8 +16,8 @@ from pydantic import Field
 from repro.errors import UsageError
 from repro.host import Host
 from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
-from repro.matrix import Case, Matrix
-from repro.place import CannotHoldError, Cpu, Placement, place, usable_cpus
+from repro.matrix import MOST_RANKS, Case, Matrix
+from repro.place import CannotHoldError, Cpu, Offer, Placement, place
 from repro.provenance import Source
 from repro.redact import Redactor
 from repro.schema import Strict, canonical_json
@@ -26,8 +27,9 @@ TRAINER = (sys.executable, "-m", "unilab.train")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", VISIBLE_DEVICES)
 NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
-PINNING = "env.cpu_ids="
+PINNING = ("env.cpu_ids=", "training.dp_collector_cpu_ids=")  # of one rank, of several
 CEILING_SNAPSHOTS = 8  # states of a run that its ceiling is measured on
+PROBE_ESTIMATE_SECONDS = {True: 15.0, False: 60.0}  # of one probe by smoke, for the plan's estimate only
 CEILING_ESTIMATE_SECONDS = {True: 3.0, False: 10.0}  # of one measurement by smoke, for the plan's estimate only
 # What `Redactor` puts for a name or a path: it stands for any word, and for anything that begins like a path.
 PLACEHOLDER = re.compile(r"<(?:(?P<name>user|host)|home|project|python)>")
@@ -43,7 +45,7 @@ class Cell(Strict):
         warmup: Whether its number is discarded.
         content_sha256: Hash of everything that defines the run, independent of host and order.
         world_size: Ranks.
-        cpu_ids: CPUs of the physics workers, or None when skipped.
+        cpu_ids: CPUs of the physics workers, rank after rank, equally many each; None when skipped.
         gpus: Entries of CUDA_VISIBLE_DEVICES.
         arguments: Arguments of the trainer, paths relative to the report's folder.
         environment: Variables set for the trainer.
@@ -55,12 +57,20 @@ class Cell(Strict):
     repeat: int
     warmup: bool
     content_sha256: str
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     cpu_ids: tuple[int, ...] | None
     gpus: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: dict[str, str]
     skip_reason: str | None
+
+    @property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """CPUs of the physics workers of each rank; none when skipped."""
+        if self.cpu_ids is None:
+            return ()
+        size = len(self.cpu_ids) // self.world_size
+        return tuple(self.cpu_ids[rank * size : (rank + 1) * size] for rank in range(self.world_size))
 
     @property
     def run(self) -> str:
@@ -94,7 +104,7 @@ class Plan(Strict):
         trainer: Start of every cell's command, redacted.
         cleared_environment: Variables taken out of the inherited environment, present ones only.
         timeout_seconds: Limit for one cell.
-        estimated_seconds: Expected duration of all cells.
+        estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
     """
 
@@ -146,7 +156,7 @@ def make_plan(
         raise UsageError(f"--prefix {prefix!r}: use small letters, digits and _, beginning with a letter or digit")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
-    placements = {case.name: _place(case, host, topology) for case in matrix.cases}
+    placements = _place_all(matrix, host, topology)
     cells = tuple(
         _cell(matrix, case, repeat, number, placements[case.name], prefix)
         for case, repeat, number in _order(matrix, placements)
@@ -155,6 +165,7 @@ def make_plan(
     able = [cell for cell in cells if cell.skip_reason is None]
     each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
     ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
+    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(matrix.probes)
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -163,7 +174,7 @@ def make_plan(
         trainer=_published(trainer),
         cleared_environment=tuple(name for name in CLEARED if name in inherited),
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
-        estimated_seconds=round(each * len(able) + ceilings, 1),
+        estimated_seconds=round(probes + each * len(able) + ceilings, 1),
         cells=cells,
     )
 
@@ -196,6 +207,12 @@ def is_pinned(cell: Cell) -> bool:
     return any(argument.startswith(PINNING) for argument in cell.arguments)
 
 
+def pinning(pools: Sequence[Sequence[int]]) -> str:
+    """The override that tells the trainer which CPUs each rank's physics workers use."""
+    lists = ["[" + ",".join(map(str, pool)) + "]" for pool in pools]
+    return f"{PINNING[0]}{lists[0]}" if len(lists) == 1 else f"{PINNING[1]}[{','.join(lists)}]"
+
+
 def same_words(planned: Sequence[str], found: Sequence[str]) -> bool:
     """Whether two lists of words are equal, up to names and paths that were replaced before publishing."""
     return len(planned) == len(found) and all(map(_same_word, planned, found))
@@ -221,10 +238,17 @@ def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple
     return warmups + [(cases[name], repeat, 0) for name, repeat in interleave(list(cases), matrix.repeats)]
 
 
-def _place(case: Case, host: Host, topology: tuple[Cpu, ...]) -> Placement | str:
-    usable = usable_cpus(topology, host.cgroup_cpus)
+def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> dict[str, Placement | str]:
+    """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
+    gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
+    offer = Offer(topology, host.cgroup_cpus, *gpus)
+    widest = max(len(case.gpus) for case in matrix.cases)
+    return {case.name: _place(case, offer, widest) for case in matrix.cases}
+
+
+def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
     try:
-        return place(case.workers, case.gpus, usable, host.visible_gpus, host.gpu_unusable)
+        return place(case.workers, case.gpus, offer, widest)
     except CannotHoldError as error:
         return str(error)
 
@@ -237,7 +261,7 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
     name = _name(case, repeat, warmup)
     identity = f"{prefix}_{name}" if prefix else name
     placed = placement if isinstance(placement, Placement) else None
-    gpus = placed.gpus if placed else ()
+    gpus, pools = (placed.gpus, placed.pools) if placed else ((), ())
     visible = {VISIBLE_DEVICES: ",".join(gpus)} if gpus else {}
     return Cell(
         id=identity,
@@ -246,17 +270,17 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
         warmup=warmup > 0,
         content_sha256=_content_hash(matrix, case, repeat, warmup),
         world_size=max(1, len(case.gpus)),
-        cpu_ids=placed.cpu_ids if placed else None,
+        cpu_ids=tuple(chain.from_iterable(pools)) if placed else None,
         gpus=gpus,
-        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", placed.cpu_ids if placed else None),
+        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", pools),
         environment={"PYTHONUNBUFFERED": "1", **visible, **case.environment},
         skip_reason=None if placed else str(placement),
     )
 
 
-def _arguments(matrix: Matrix, case: Case, run: str, cpu_ids: tuple[int, ...] | None) -> tuple[str, ...]:
+def _arguments(matrix: Matrix, case: Case, run: str, pools: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
     # Threads can be pinned on Linux only; elsewhere the trainer refuses a list.
-    pinned = cpu_ids is not None and sys.platform == "linux"
+    pinned = any(pools) and sys.platform == "linux"
     return (
         *("--algo", matrix.algo, "--task", matrix.task, "--sim", matrix.sim),
         f"training.log_dir={run}",
@@ -264,7 +288,7 @@ def _arguments(matrix: Matrix, case: Case, run: str, cpu_ids: tuple[int, ...] | 
         *(("training.smoke=true",) if matrix.smoke else ()),
         *((f"training.record_states={CEILING_SNAPSHOTS}",) if matrix.ceiling else ()),
         f"algo.max_iterations={matrix.iterations}",
-        *((f"{PINNING}[{','.join(map(str, cpu_ids))}]",) if pinned and cpu_ids else ()),
+        *((pinning(pools),) if pinned else ()),
         *matrix.overrides,
         *case.overrides,
     )
@@ -299,7 +323,7 @@ def _check_ids(cells: tuple[Cell, ...], source: str = "") -> None:
 
 
 def _recorded_placement(cell: Cell) -> Placement | str:
-    return Placement(cell.cpu_ids or (), cell.gpus) if cell.skip_reason is None else cell.skip_reason
+    return Placement(cell.pools, cell.gpus) if cell.skip_reason is None else cell.skip_reason
 
 
 def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
@@ -310,9 +334,9 @@ def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
             return name
     if not same_words(_unpinned(expected), _unpinned(found)):
         return "arguments"
-    pinned = f"{PINNING}[{','.join(map(str, found.cpu_ids or ()))}]"
-    if any(word.startswith(PINNING) and word != pinned for word in found.arguments):
-        return PINNING.removesuffix("=")
+    pins = [word for word in found.arguments if word.startswith(PINNING)]
+    if pins and pins != [pinning(found.pools)]:
+        return pins[0].partition("=")[0]
     sides = [[f"{name}={value}" for name, value in sorted(cell.environment.items())] for cell in (expected, found)]
     return None if same_words(*sides) else "environment"
 

@@ -13,14 +13,16 @@ from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
-from repro.headline import ceiling_share, headline
+from repro.headline import METRIC_NAMES, ceiling_share, headline
 from repro.host import Host
 from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
-from repro.matrix import Matrix
+from repro.matrix import Comparison, Matrix
 from repro.plan import VISIBLE_DEVICES, Cell, shell_command
+from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
+from repro.scaling_section import scaling_section
 from repro.telemetry_section import telemetry_section
 from repro.text import count_of, markdown_table
 from unilab.names import TRACE_FILE
@@ -64,12 +66,14 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "ceiling": matrix.ceiling,
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
+        "scaling": scaling_section(evidence.plan.matrix, result),
         "stages": "; ".join(bounding_stages(evidence).values()),
         "pool": pool_table(evidence) if measured else "",
         "learner": learner_table(evidence) if measured else "",
         "missing_stages": missing_tags(evidence),
         "rates_figure": RATES_FIGURE if measured and not matrix.learning else "",
         "steps_figure": STEPS_FIGURE if measured else "",
+        "probes": probes_section(evidence),
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
@@ -112,7 +116,7 @@ def _groups(result: Result, ceiling: bool) -> str:
 def _comparisons(evidence: Evidence, result: Result) -> str:
     rows = [
         [
-            f"{item.name}: {item.numerator} / {item.denominator}",
+            f"{item.name}: {item.numerator} / {item.denominator}{_metric(item)}",
             text.ratio(found.ratio),
             text.interval(found.ci_low, found.ci_high, ".3f"),
             str(found.n),
@@ -123,14 +127,22 @@ def _comparisons(evidence: Evidence, result: Result) -> str:
     return markdown_table(("comparison", "ratio", "95 % interval", "n", "verdict"), rows, "lrrrl")
 
 
+def _metric(item: Comparison) -> str:
+    """What a comparison is about, where it is not env steps/s against an expected ratio of one."""
+    metric = "" if item.metric == "steps_per_second" else f", {METRIC_NAMES[item.metric]}"
+    return metric if item.expected == 1.0 else f"{metric} ({item.expected:g} expected)"
+
+
 def _comparison_note(evidence: Evidence) -> str:
     matrix = evidence.plan.matrix
     paired = matrix.interval == "paired"
     kind = "the paired t, by repeat," if paired else "Welch's t"
     pairs = " of the runs whose repeat has a number in both cases" if paired else ""
+    plain = all(item.metric == "steps_per_second" and item.expected == 1.0 for item in matrix.comparisons)
+    logs, loss = ("steps/s", "A loss") if plain else ("values", "A loss against the expected ratio")
     return (
-        f"The ratio is that of the geometric means{pairs}; its interval is {kind} on log steps/s. "
-        f"A loss within {text.percent(matrix.margin)} is tolerated."
+        f"The ratio is that of the geometric means{pairs}; its interval is {kind} on log {logs}. "
+        f"{loss} within {text.percent(matrix.margin)} is tolerated."
     )
 
 
@@ -217,10 +229,9 @@ def _cases(evidence: Evidence) -> str:
     rows = []
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
-        where = f"CPU {text.cpu_list(cell.cpu_ids)}" if cell.cpu_ids is not None else "this host cannot hold it"
-        workers = str(len(cell.cpu_ids)) if cell.cpu_ids is not None else text.NOTHING
+        where = f"CPU {text.pools(cell.pools)}" if cell.pools else "this host cannot hold it"
         gpus = ", ".join(map(str, case.gpus)) or "none"
-        rows.append([case.name, gpus, f"{case.workers}", workers, where, case.reason])
+        rows.append([case.name, gpus, f"{case.workers}", text.workers(cell.pools), where, case.reason])
     headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
     return markdown_table(headers, rows, "lrrrll")
 
@@ -281,15 +292,24 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         *([WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
-        "No correctness probe ran."
-        if any(f"{item.cell.run}/{CEILING_FILE}" in evidence.inputs for item in evidence.cells)
-        else "The physics ceiling of the host was not measured and no correctness probe ran.",
+        *_not_looked_at(evidence),
     ]
     if evidence.plan.source.dirty:
         limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")
     if evidence.plan.source.commit is None:
         limits.append("The commit is unknown; the source hash is all that identifies the code.")
     return limits
+
+
+def _not_looked_at(evidence: Evidence) -> list[str]:
+    """What of the ceiling and the correctness probe is missing, as one sentence or none."""
+    missing = []
+    if not any(f"{item.cell.run}/{CEILING_FILE}" in evidence.inputs for item in evidence.cells):
+        missing.append("the physics ceiling of the host was not measured")
+    if not any(probe.name == "correctness" and probe.findings is not None for probe in evidence.probes):
+        missing.append("no correctness probe ran")
+    sentence = " and ".join(missing)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if missing else []
 
 
 def _scales(matrix: Matrix) -> bool:

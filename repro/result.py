@@ -10,7 +10,7 @@ from repro import stats
 from repro.evidence import CellEvidence, Evidence, mixed_cases
 from repro.host import Host
 from repro.learning import WALKING_LENGTH
-from repro.matrix import Comparison, Matrix
+from repro.matrix import Comparison, Matrix, Metric
 from repro.schema import Strict, canonical_json
 
 DIGITS = 10  # significant digits kept, so that the last bits of another machine's libm do not change the file
@@ -20,6 +20,7 @@ CellStatus = Literal[
 ]
 ComparisonVerdict = Literal["regression", "improved", "no_regression", "suspicious", "insufficient_data"]
 ResultVerdict = Literal[
+    "probe_failed",
     "incomplete",
     "does_not_walk",
     "regression",
@@ -71,10 +72,10 @@ class GroupResult(Strict):
 
 
 class ComparisonResult(Strict):
-    """A ratio of two cases' env steps/s with its 95 % interval."""
+    """A ratio of one metric of two cases with its 95 % interval; the verdict is about ratio / expected ratio."""
 
     name: str
-    metric: Literal["steps_per_second"]
+    metric: Metric
     ratio: float | None
     ci_low: float | None
     ci_high: float | None
@@ -83,7 +84,7 @@ class ComparisonResult(Strict):
 
 
 class ProbeResult(Strict):
-    """A correctness check that ran before the cells."""
+    """A probe that ran before the cells; `detail` is what it found, or why it failed or was not run."""
 
     name: str
     passed: bool
@@ -145,19 +146,36 @@ def compute_result(evidence: Evidence) -> Result:
         cells=tuple(_cell(item) for item in evidence.cells),
         groups=tuple(_group(case.name, evidence) for case in matrix.cases),
         comparisons=comparisons,
-        probes=(),
+        probes=tuple(ProbeResult(name=p.name, passed=p.status == "passed", detail=p.detail) for p in evidence.probes),
         learning=learning,
         verdict=_verdict(evidence, comparisons, learning),
     )
 
 
-def rates(evidence: Evidence, case: str) -> dict[int, float]:
-    """Measured env steps/s of a case by repeat."""
-    return {
-        item.cell.repeat: item.throughput.steps_per_second
+def values(evidence: Evidence, case: str, metric: Metric = "steps_per_second") -> dict[int, float]:
+    """One metric of a case's measured runs by repeat; without the runs that have no value."""
+    found = {
+        item.cell.repeat: metric_of(item, metric)
         for item in evidence.cells
-        if item.cell.case == case and item.status == "measured" and item.throughput is not None
+        if item.cell.case == case and item.status == "measured"
     }
+    return {repeat: value for repeat, value in found.items() if value}
+
+
+def metric_of(item: CellEvidence, metric: Metric) -> float | None:
+    """One metric of a run, or None where there is no number."""
+    measured = item.throughput
+    if measured is None:
+        return None
+    match metric:
+        case "steps_per_second":
+            return measured.steps_per_second
+        case "learner_rows_per_second":
+            return measured.learner_rows_per_second
+        case "ceiling":
+            return item.ceiling
+        case "ceiling_share":
+            return measured.steps_per_second / item.ceiling if item.ceiling else None
 
 
 def missing_cells(evidence: Evidence) -> tuple[CellEvidence, ...]:
@@ -179,7 +197,7 @@ def _cell(item: CellEvidence) -> CellResult:
         learner_rows_per_second=_rounded(measured.learner_rows_per_second if measured else None),
         tail_mean_total_fps=_rounded(measured.tail_mean if measured else None),
         physics_fraction=_rounded(measured.physics_fraction if measured else None),
-        ceiling_share=_rounded(measured.steps_per_second / item.ceiling if measured and item.ceiling else None),
+        ceiling_share=_rounded(metric_of(item, "ceiling_share")),
         exposed_ms=_rounded(measured.exposed_ms if measured else None),
         learner_cycle_ms=_rounded(measured.learner_cycle_ms if measured else None),
         startup_seconds=_rounded(measured.startup_seconds if measured else None),
@@ -208,10 +226,10 @@ def _learning(matrix: Matrix, item: CellEvidence) -> LearningResult:
 
 
 def _group(case: str, evidence: Evidence) -> GroupResult:
-    values = list(rates(evidence, case).values())
-    if not values:
+    rates = list(values(evidence, case).values())
+    if not rates:
         return GroupResult(case=case, n=0, mean=None, sd=None, ci_low=None, ci_high=None)
-    found = stats.summarize(values)
+    found = stats.summarize(rates)
     return GroupResult(
         case=case,
         n=found.n,
@@ -223,7 +241,7 @@ def _group(case: str, evidence: Evidence) -> GroupResult:
 
 
 def _compare(evidence: Evidence, matrix: Matrix, item: Comparison) -> ComparisonResult:
-    below, above = rates(evidence, item.denominator), rates(evidence, item.numerator)
+    below, above = (values(evidence, case, item.metric) for case in (item.denominator, item.numerator))
     if matrix.interval == "paired":
         both = below.keys() & above.keys()
         below, above = ({repeat: side[repeat] for repeat in both} for side in (below, above))
@@ -234,7 +252,8 @@ def _compare(evidence: Evidence, matrix: Matrix, item: Comparison) -> Comparison
     if n == 1:
         return _comparison(item, geometric_mean(new) / geometric_mean(old), None, None, n, "insufficient_data")
     found = (stats.paired_ratio if matrix.interval == "paired" else stats.welch_ratio)(old, new)
-    verdict = stats.verdict(found.ratio, found.ci_low, found.ci_high, matrix.margin)
+    ratio, low, high = (value / item.expected for value in (found.ratio, found.ci_low, found.ci_high))
+    verdict = stats.verdict(ratio, low, high, matrix.margin)
     return _comparison(item, found.ratio, found.ci_low, found.ci_high, found.n, verdict)
 
 
@@ -243,7 +262,7 @@ def _comparison(
 ) -> ComparisonResult:
     return ComparisonResult(
         name=item.name,
-        metric="steps_per_second",
+        metric=item.metric,
         ratio=_rounded(ratio),
         ci_low=_rounded(low),
         ci_high=_rounded(high),
@@ -255,11 +274,13 @@ def _comparison(
 def _verdict(
     evidence: Evidence, comparisons: tuple[ComparisonResult, ...], learning: tuple[LearningResult, ...]
 ) -> ResultVerdict:
+    if any(probe.status == "failed" for probe in evidence.probes):
+        return "probe_failed"
     if missing_cells(evidence):
         return "incomplete"
     if not all(item.walks for item in learning):
         return "does_not_walk"
-    found = {item.verdict for item in comparisons}
+    found = {item.verdict for item in comparisons if item.metric != "ceiling"}  # that one is the host's
     return next((verdict for verdict in WORST_FIRST if verdict in found), "measured")
 
 

@@ -84,6 +84,9 @@ def find_session(out_dir: Path, plan: Plan, host: Host) -> Evidence:
     changed = changed_inputs(out_dir) if (out_dir / MANIFEST_FILE).exists() else []
     if changed:
         raise UsageError(f"--resume {out_dir}: {changed[0]}; its files are not those that its session wrote")
+    failed = [probe.name for probe in evidence.probes if probe.status == "failed"]
+    if failed:
+        raise UsageError(f"--resume {out_dir}: probe {failed[0]} failed; look for the fault, then start a new session")
     now = published_plan(plan, Redactor(out_dir))
     _require_same(out_dir, PLAN_FILE, _content(evidence.plan, UNCOMPARED_PLAN), _content(now, UNCOMPARED_PLAN))
     _require_same(out_dir, HOST_FILE, _content(evidence.host, UNCOMPARED_HOST), _content(host, UNCOMPARED_HOST))

@@ -55,6 +55,28 @@ def read_model(model: type[Model], path: Path) -> Model:
     return parse_model(model, path.read_bytes(), path.name)
 
 
+def read_canonical(model: type[Model], path: Path, source: str | None = None) -> Model:
+    """Read a file that the suite wrote; other bytes, as a key that is there twice, mean that it was edited.
+
+    Args:
+        model: The class to build.
+        path: The file.
+        source: What it is called in messages; None takes its name.
+
+    Raises:
+        UsageError: If the file is missing, does not fit the model, or is not as the suite writes it.
+    """
+    if not path.is_file():
+        raise UsageError(f"{source or path.name} is missing in {path.parent}")
+    found = parse_model(model, path.read_bytes(), source or path.name)
+    # Defaults that are not in the file are not missing: an older version did not know them.
+    if path.read_bytes() != canonical_json(found.model_dump(mode="json", exclude_unset=True)).encode():
+        raise UsageError(
+            f"{source or path.name}: not as the suite writes it (sorted keys, each once, two spaces): it was edited"
+        )
+    return found
+
+
 def one_line(error: ValidationError, model: type[Strict]) -> str:
     """Describe the first problem of a validation error, with the nearest known key for an unknown one."""
     problems = error.errors(include_url=False)

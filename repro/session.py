@@ -26,6 +26,7 @@ from repro.plan import Cell, Plan
 from repro.redact import Redactor
 from repro.result import Result, missing_cells
 from repro.schema import canonical_json
+from repro.session_probes import log_file, run_probes
 from repro.telemetry import Sampler
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INCOMPLETE, EXIT_OK, EXIT_USAGE
 
@@ -37,7 +38,7 @@ def default_out_dir(plan: Plan, host: Host) -> Path:
     where it is about learning.
     """
     ranks = max(cell.world_size for cell in plan.cells)
-    uses_gpu = any(cell.gpus for cell in plan.cells)
+    uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
     if plan.matrix.learning and what != plan.matrix.name:
         what = f"{plan.matrix.name}_{what}"
@@ -111,7 +112,9 @@ def run_cells(
     grace: float = GRACE_SECONDS,
     finished: Mapping[str, CellEvidence] = MappingProxyType({}),
 ) -> bool:
-    """Run every cell that the host can hold; settings that the trainer refuses (exit code 2) end the session.
+    """Run the probes, then every cell that the host can hold.
+
+    A failed probe ends the session, and so do settings that the trainer refuses (exit code 2).
 
     Args:
         plan: The plan.
@@ -129,6 +132,13 @@ def run_cells(
     """
     with _signals_interrupt(), view:
         try:
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            if probed == "interrupted":
+                journal.write("session_interrupted")
+                return True
+            if probed == "failed":
+                journal.write("session_ended")
+                return False
             if _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -213,8 +223,11 @@ def _run_one(
 def exit_code(result: Result, evidence: Evidence) -> int:
     """What the outcome means for the caller.
 
-    In this order: refused settings, host unfit, incomplete, a policy that does not walk or a gated regression, success.
+    In this order: a failed probe, refused settings, host unfit, incomplete, a policy that does not walk or a gated
+    regression, success.
     """
+    if result.verdict == "probe_failed":
+        return EXIT_FAILED
     if usage_stop(evidence.journal) is not None:
         return EXIT_USAGE
     missing = missing_cells(evidence)
@@ -232,6 +245,9 @@ def exit_code(result: Result, evidence: Evidence) -> int:
 
 def next_step(result: Result, out_dir: Path, program: str) -> str:
     """What the user does next, as a command where there is one; `program` is how this one is started."""
+    if result.verdict == "probe_failed":
+        failed = next(probe.name for probe in result.probes if not probe.passed)
+        return f"look for the fault: checks in the report, output in {out_dir / log_file(failed)}"
     if result.verdict == "incomplete":
         first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
         return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"

@@ -85,8 +85,24 @@ def welch_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     difference = float(np.mean(log_b) - np.mean(log_a))
     square_a, square_b = _standard_error(log_a) ** 2, _standard_error(log_b) ** 2
     error = math.sqrt(square_a + square_b)
-    low, high = _interval(difference, error, _welch_freedom(square_a, len(a), square_b, len(b)))
+    low, high = _interval(difference, error, _welch_freedom((square_a, square_b), (len(a), len(b))))
     return Ratio(math.exp(difference), low, high, min(len(a), len(b)))
+
+
+def ratio_change(old: tuple[Sequence[float], Sequence[float]], new: tuple[Sequence[float], Sequence[float]]) -> Ratio:
+    """How b / a changed, from the groups (a, b) of an old and a new session: Welch's t on log values.
+
+    The log change is a sum of four independent means with signs, so their squared errors add up.
+
+    Raises:
+        ValueError: if a group has fewer than two values, or one is not finite and positive.
+    """
+    groups = {"old a": (1.0, old[0]), "old b": (-1.0, old[1]), "new a": (-1.0, new[0]), "new b": (1.0, new[1])}
+    logs = [(sign, _logs(name, values, at_least=2)) for name, (sign, values) in groups.items()]
+    change = sum(sign * float(np.mean(values)) for sign, values in logs)
+    squares, counts = [_standard_error(values) ** 2 for _, values in logs], [len(values) for _, values in logs]
+    low, high = _interval(change, math.sqrt(sum(squares)), _welch_freedom(squares, counts))
+    return Ratio(math.exp(change), low, high, min(counts))
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
@@ -145,13 +161,13 @@ def _standard_error(values: NDArray[np.float64]) -> float:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
-def _welch_freedom(square_a: float, n_a: int, square_b: float, n_b: int) -> float:
+def _welch_freedom(squares: Sequence[float], counts: Sequence[int]) -> float:
     """Welch-Satterthwaite degrees of freedom from the squared standard errors; any number does without scatter."""
-    total = square_a + square_b
+    total = sum(squares)
     if total == 0.0:
-        return float(n_a + n_b - 2)
-    share_a, share_b = square_a / total, square_b / total  # shares, so that tiny squares do not underflow
-    return 1.0 / (share_a**2 / (n_a - 1) + share_b**2 / (n_b - 1))
+        return float(sum(counts) - len(counts))
+    # Shares, so that tiny squares do not underflow.
+    return 1.0 / sum((square / total) ** 2 / (n - 1) for square, n in zip(squares, counts, strict=True))
 
 
 def _interval(centre: float, error: float, freedom: float) -> tuple[float, float]:

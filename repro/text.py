@@ -68,6 +68,18 @@ def cpu_list(cpus: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or NOTHING
 
 
+def pools(cpus: Sequence[Sequence[int]]) -> str:
+    """CPU numbers of each rank's pool, as in ``0-3 + 8-11``."""
+    return " + ".join(map(cpu_list, cpus)) or NOTHING
+
+
+def workers(cpus: Sequence[Sequence[int]]) -> str:
+    """How many physics workers the pools have, as in ``15`` or ``2 x 7``."""
+    if not cpus:
+        return NOTHING
+    return f"{len(cpus[0])}" if len(cpus) == 1 else f"{len(cpus)} x {len(cpus[0])}"
+
+
 def count_of(count: int, singular: str, plural: str | None = None) -> str:
     """A count with its noun, as in ``1 run`` or ``3 runs``."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"

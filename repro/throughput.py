@@ -8,6 +8,7 @@ It never uses a logged rate: those are float32 means of per-iteration rates and 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -51,6 +52,7 @@ SKIPPED_UPDATES = "Train/skipped_updates"
 IN_SECONDS = (ITERATION_TIME, LEARNING_TIME)  # the other stages are logged in ms
 STAGE_TAGS = (*IN_SECONDS, COLLECTOR_WAIT_MS, INFERENCE_MS, ACTION_WAIT_MS, APPLY_MS, BACKEND_MS, PACK_MS)
 _LOSSES = "Loss/"
+_RANK = re.compile(r"Perf/rank\d+/(.+)")  # as `rank_tag` writes them
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Throughput:
         physics_fraction: tail mean of the share of the tick spent inside physics, or None without the tag.
         exposed_ms: tail mean of the tick's time outside physics in ms, or None without the tag.
         learner_cycle_ms: tail mean of the update phase's device time in ms, or None without the tag.
-        stages: tail mean of every tag of `STAGE_TAGS` that was recorded, in ms.
+        stages: tail mean in ms of every tag of `STAGE_TAGS` that was recorded, and of its ranks' own.
         learner_rows_per_second: replay rows consumed by all learners per wall second, or None when the run directory
             does not say the batch size, updates and ranks.
         mean_reward: last value, or None without the tag or before the first finished episode.
@@ -289,7 +291,7 @@ def _sensitivity(series: Series) -> dict[float, float | None]:
 
 def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None:
     """Refuse non-finite tail values of all tags that become numbers, and of losses: a diverged run does other work."""
-    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, *STAGE_TAGS, TRAIN_ITERATION, INVALID_ROWS, SKIPPED_UPDATES]
+    reported = [tag, PHYSICS_FRACTION, EXPOSED_MS, *_stage_tags(log), TRAIN_ITERATION, INVALID_ROWS, SKIPPED_UPDATES]
     if losses:
         reported += sorted(name for name in log.scalars if name.startswith(_LOSSES))
     for name in reported:
@@ -400,7 +402,7 @@ def _gap_notes(series: Series, window: Window) -> list[str]:
 def _sparse_notes(log: EventLog, window: Window) -> list[str]:
     """A tag that is logged for a part of the window only is a mean over that part; say so."""
     notes = []
-    for name in (PHYSICS_FRACTION, EXPOSED_MS, *STAGE_TAGS):
+    for name in (PHYSICS_FRACTION, EXPOSED_MS, *_stage_tags(log)):
         count = len(_tail(log, name, window)[0])
         if name in log.scalars and count != window.points:
             notes.append(f"{name} has {count} points in the window of {window.points}")
@@ -422,8 +424,19 @@ def _tail_mean(log: EventLog, name: str, window: Window) -> float | None:
 
 
 def _stages(log: EventLog, window: Window) -> dict[str, float]:
-    means = {tag: _tail_mean(log, tag, window) for tag in STAGE_TAGS}
-    return {tag: mean * (1e3 if tag in IN_SECONDS else 1.0) for tag, mean in means.items() if mean is not None}
+    found = {}
+    for name, tag in _stage_tags(log).items():
+        mean = _tail_mean(log, name, window)
+        if mean is not None:
+            found[name] = mean * (1e3 if tag in IN_SECONDS else 1.0)
+    return found
+
+
+def _stage_tags(log: EventLog) -> dict[str, str]:
+    """Tags of stages by name in the file: those of the run, and those of single ranks that it has."""
+    own = {tag: tag for tag in STAGE_TAGS}
+    ranks = {name: f"Perf/{match[1]}" for name in log.scalars if (match := _RANK.fullmatch(name))}
+    return own | {name: tag for name, tag in ranks.items() if tag in STAGE_TAGS}
 
 
 def _last(log: EventLog, name: str) -> float | None:

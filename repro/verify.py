@@ -27,20 +27,22 @@ class Verification:
         cells: Planned cells.
         missing: Those that gave no number.
         problems: Every deviation, each line naming the file.
+        report: The folder computed again, or None where that was not possible.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self._say = folder, say
         self.files, self.runs, self.cells, self.missing = 0, 0, 0, 0
         self.problems: list[str] = []
+        self.report: Report | None = None
 
     def run(self) -> bool:
         """Check the folder, saying one line for each check; return whether all passed."""
         self._say(f"{self.folder}")
         if not self._check_hashes():
             return False
-        report = self._check_schemas()
-        return report is not None and self._check_derived(report)
+        self.report = self._check_schemas()
+        return self.report is not None and self._check_derived(self.report)
 
     def _check_hashes(self) -> bool:
         listed, problems = check_manifest(self.folder)

@@ -166,7 +166,7 @@ def test_every_verdict_is_documented() -> None:
 def test_the_suites_commands_of_the_readme_are_accepted() -> None:
     lines = [line.partition("#")[0] for line in code(read("README.md")).splitlines() if line.startswith("repro ")]
     commands = [build_parser().parse_args(shlex.split(line)[1:]).command for line in lines]
-    assert sorted(set(commands)) == ["analyze", "bench", "doctor", "plan", "report", "run", "verify"]
+    assert sorted(set(commands)) == ["analyze", "bench", "doctor", "gate", "plan", "probe", "report", "run", "verify"]
 
 
 def test_the_readme_names_every_console_script() -> None:

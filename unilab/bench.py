@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,24 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unilab.capture import Phase, on_stream
+from unilab.capture import on_stream
 from unilab.config import RunConfig, load_config
-from unilab.environment import Environment
 from unilab.hardware import HostUnfit, choose_device, learner_threads
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
-from unilab.phases import UpdatePhase, transition_widths
-from unilab.replay import ReplayRing
 from unilab.runner import build_task
-from unilab.sac.learner import SacLearner
-from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat
+from unilab.synthetic import SETTLING_CYCLES, SyntheticRank, update_errors
 
 # Whether objectives are compiled, whether the phase is captured.
 VARIANTS = {"eager": (False, False), "inductor": (True, False), "graph": (False, True), "inductor+graph": (True, True)}
 CYCLES = 50
-SETTLING_CYCLES = 10  # AdamW's first steps are signs of gradients, and those of rounding too
 WARMUP_CYCLES = 3
-DONE_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -63,39 +55,6 @@ class Measurement:
     compile_seconds: float | None
     capture_seconds: float | None
     update_error: dict[str, float]
-
-
-class Rank:
-    """Learner, full replay ring and update phase; neither physics nor task logic runs.
-
-    Args:
-        config: the run; two ranks of one configuration and device hold the same rows and weights.
-        device: where everything lives.
-        compiled: compile the objectives with Inductor (CUDA only).
-
-    Attributes:
-        registry: everything that an update changes.
-        update: one learner cycle.
-        replay_rows: rows of the ring, all of them valid.
-    """
-
-    def __init__(self, config: RunConfig, device: torch.device, compiled: bool) -> None:
-        self._seed, self._device, self.registry = config.algo.seed, device, StateRegistry()
-        algo = replace(config.algo, algo_params=replace(config.algo.algo_params, use_compile=compiled))
-        task = G1WalkFlat(config.env, config.reward, algo.num_envs, device, config.env.physics_profile)
-        torch.manual_seed(algo.seed)
-        environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
-        dims = (task.obs_dim, task.critic_dim, task.action_dim)
-        amp = config.training.use_amp and device.type == "cuda"
-        learner = SacLearner(algo, *dims, device, amp, self.registry)
-        replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, transition_widths(*dims), device, self.registry)
-        _fill(replay, self._generator("rows"))
-        generator = self._generator("update")
-        phase = UpdatePhase(environment, learner, replay, algo, task.action_dim, generator, self.registry)
-        self.replay_rows, self.update = replay.capacity, Phase(phase.run, [generator])
-
-    def _generator(self, stream: str) -> torch.Generator:
-        return self.registry.generator(f"random/{stream}", torch.Generator(self._device).manual_seed(self._seed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,7 +156,7 @@ def measure(
     """
     compiled, captured = VARIANTS[name]
     torch._dynamo.reset()
-    rank = Rank(config, device, compiled)
+    rank = SyntheticRank(config, device, compiled)
     rank.registry.restore(start)
     compile_seconds = _seconds(rank.update, device) if compiled else None
     rank.registry.restore(start)
@@ -212,40 +171,14 @@ def measure(
     return Measurement(name, median(times), times, kernels, compile_seconds, capture_seconds, errors)
 
 
-def update_errors(found: dict[str, Tensor], reference: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, float]:
-    """Relative error of one cycle's parameter update by group: |found - reference| / |reference - start|.
-
-    Raises:
-        RuntimeError: if one is not finite, also where the reference did not move.
-    """
-    errors = {}
-    for name in sorted(name for name in start if name.endswith("/parameters")):
-        change = (reference[name] - start[name]).double().norm()
-        group = name.removesuffix("/parameters")
-        errors[group] = ((found[name] - reference[name]).double().norm() / change).item()
-        if not math.isfinite(errors[group]):
-            raise RuntimeError(f"the update of {group} is not finite, or eager execution does not change it")
-    return errors
-
-
 def _eager_cycle(config: RunConfig, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """A settled state, the same after one eager cycle, and the rows of the ring."""
-    rank = Rank(config, device, compiled=False)
+    rank = SyntheticRank(config, device, compiled=False)
     for _ in range(SETTLING_CYCLES):
         rank.update()
     start = rank.registry.snapshot()
     rank.update()
-    return start, rank.registry.snapshot(), rank.replay_rows
-
-
-def _fill(replay: ReplayRing, generator: torch.Generator) -> None:
-    """Normal rows, a few of which end an episode, half of those by the time limit."""
-    replay.rows.normal_(generator=generator)
-    parts = replay.split(replay.rows)
-    chance = torch.rand(len(replay.rows), generator=generator, device=replay.rows.device)
-    parts["done"].copy_(chance < DONE_SHARE)
-    parts["timeout"].copy_(chance < DONE_SHARE / 2)
-    replay.size.fill_(replay.capacity)
+    return start, rank.registry.snapshot(), rank.replay.capacity
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

@@ -176,7 +176,7 @@ def _attempt(
         commands = [[*program, f"{seconds:g}", str(rank), size, store] for rank in range(len(entries))]
         environments = [_probe_environment(name, entry, environment) for entry in entries]
         trial = try_ranks(commands, environments, seconds, Path(folder), {WRONG_VALUES: "got wrong values"})
-    fault = trial.fault or _other_transport(name, trial.logs)
+    fault = trial.fault or other_transport(name, trial.logs)
     milliseconds = _result(trial.logs[0]) if fault is None else None
     if fault is None and milliseconds is None:
         fault = "rank 0 printed no time"
@@ -185,13 +185,22 @@ def _attempt(
 
 def _probe_environment(name: str, entry: str, environment: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment, with a log that names the transport."""
-    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
+    return logging_environment(environment) | FORMS[name] | {"CUDA_VISIBLE_DEVICES": entry}
+
+
+def logging_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with NCCL telling on its output which transport it uses."""
     inherited = {key: value for key, value in environment.items() if key != "NCCL_DEBUG_FILE"}
-    return inherited | FORMS[name] | log | {"CUDA_VISIBLE_DEVICES": entry}
+    return inherited | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
 
 
-def _other_transport(name: str, logs: Sequence[str]) -> str | None:
-    """What NCCL used in place of the transport that was tried, if its log says so."""
+def other_transport(name: str, logs: Sequence[str]) -> str | None:
+    """What NCCL used in place of the transport that was tried, if its log says so.
+
+    Args:
+        name: `p2p`, `shm` or `tcp`.
+        logs: what each rank printed.
+    """
     used = {word for log in logs for word in CHANNEL.findall(log)}
     return None if not used or WORDS[name] in used else f"NCCL used {' and '.join(sorted(used))} instead"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL = 0.02  # s
+NO_ANSWER = "no answer within"  # how the fault of a trial that ran out of time begins
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _wait(
         if all(ending == "" for ending in endings):
             return None
         if time.monotonic() > deadline:
-            return f"no answer within {seconds:g} s"
+            return f"{NO_ANSWER} {seconds:g} s"
         time.sleep(POLL)
 
 

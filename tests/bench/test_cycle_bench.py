@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from unilab.bench import Rank
 from unilab.config import load_config
 from unilab.phases import transition_widths
 from unilab.replay import ReplayRing
 from unilab.state import StateRegistry
+from unilab.synthetic import SyntheticRank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WIDTHS = transition_widths(98, 101, 29)
@@ -65,7 +65,7 @@ def test_append_and_gather(benchmark: Any, device: torch.device) -> None:
 def test_update_cycle(benchmark: Any, device: torch.device) -> None:
     """Eight updates: eager and small on the CPU, one CUDA graph at the task's own sizes on a GPU; not compiled."""
     sizes = SMALL if device.type == "cpu" else []
-    rank = Rank(load_config("sac", "g1_walk_flat", "mujoco", sizes), device, compiled=False)
+    rank = SyntheticRank(load_config("sac", "g1_walk_flat", "mujoco", sizes), device, compiled=False)
     if device.type == "cuda":
         rank.update.capture(rank.registry)
     benchmark(finished(rank.update, device))

@@ -8,7 +8,7 @@ rate exactly, so a test knows the number that the suite must find.
 
 Environment variables:
     FAKE_MODE     how the run ends (see MODES), default `ok`
-    FAKE_RATE     env steps per second, default 10,000 for each CPU of `env.cpu_ids` (one when there is no list)
+    FAKE_RATE     env steps per second, default 10,000 for each CPU of the ranks' lists (one when there is no list)
     FAKE_NOISE    relative half-width of the noise of the rate between runs, default 0.01; drawn from `algo.seed` and
                   the name of the run directory, so the same run repeats exactly
     FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -57,6 +58,11 @@ MODES = {
 }
 HALVES = ("crash", "hang", "deaf_hang", "slow")
 TRACKING_ERRORS: dict[str, float | None] = {"Episode/tracking_error_lin": 0.125, "Episode/tracking_error_ang": 0.25}
+RANK_TAGS = (
+    *(names.TOTAL_FPS, names.ITERATION_TIME, names.LEARNING_TIME, names.PHYSICS_FRACTION, names.EXPOSED_MS),
+    *(names.COLLECTOR_WAIT_MS, names.INFERENCE_MS, names.ACTION_WAIT_MS, names.APPLY_MS, names.BACKEND_MS),
+    names.PACK_MS,
+)
 WALL_START = 1_790_000_000.0  # s since 1970; any fixed instant, so that the files repeat byte for byte
 MONOTONIC_START = 1_000.0  # s
 STARTUP_SECONDS = 3.5
@@ -79,6 +85,7 @@ class RunOptions:
     world_size: int = 1
     seed: int = 1
     cpu_ids: tuple[int, ...] | None = None
+    pools: tuple[tuple[int, ...], ...] | None = None  # CPUs of each of several ranks
     task: str = "g1_walk_flat"
     smoke: bool = True
     jitter: float = 0.2  # of one iteration, on the times between the quarter points of the run
@@ -178,6 +185,10 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
         names.BACKEND_MS: 900.0 * tick,
         names.PACK_MS: 15.0 * tick,
     }
+    if options.world_size > 1:  # of each rank its own, which lie around the mean
+        middle = (options.world_size - 1) / 2
+        for rank, tag in itertools.product(range(options.world_size), RANK_TAGS):
+            tags[names.rank_tag(tag, rank)] = (1.0 + 0.1 * (rank - middle)) * (tags[tag] or 0.0)
     tags.update(options.tags)
     return {tag: value for tag, value in tags.items() if value is not None}
 
@@ -201,6 +212,7 @@ def _config(options: RunOptions) -> dict[str, Any]:
             "sim_backend": "mujoco",
             "logger": "tensorboard",
             "no_play": True,
+            **({} if options.pools is None else {"dp_collector_cpu_ids": [list(pool) for pool in options.pools]}),
         },
         "env": {
             "physics_profile": "exact",
@@ -245,15 +257,15 @@ def _manifest(options: RunOptions) -> dict[str, Any]:
         "collector_backend_device": device,
         "gpu_uuid": None if options.smoke else "GPU-00000000",
         "gpu_name": None if options.smoke else "Fake GPU",
-        "cpu_ids": list(options.cpu_ids) if options.cpu_ids is not None else None,
     }
+    pools = [None if pool is None else list(pool) for pool in options.pools or [options.cpu_ids] * options.world_size]
     return {
         "schema_version": names.SCHEMA_VERSION,
-        "ranks": [{"rank": index, **rank} for index in range(options.world_size)],
+        "ranks": [{"rank": index, **rank, "cpu_ids": pools[index]} for index in range(options.world_size)],
         "dp_sync": {"world_size": options.world_size},
         "physics": {
             **{"profile": "exact", "timestep": 1 / 150, "decimation": 3},
-            **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(options.cpu_ids or (0,))},
+            **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(pools[0] or (0,))},
         },
         "learner": {"device": device},
     }
@@ -329,8 +341,9 @@ def write_states(path: Path, num_envs: int, count: int) -> None:
 def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list[str]) -> RunOptions:
     """The run that a command line and the FAKE_ variables ask for."""
     cpu_ids = overrides.get("env.cpu_ids")
+    pools = overrides.get("training.dp_collector_cpu_ids")
     seed = int(overrides.get("algo.seed", 1))
-    rate = float(os.environ.get("FAKE_RATE", 10_000 * len(cpu_ids or [0])))
+    rate = float(os.environ.get("FAKE_RATE", 10_000 * sum(map(len, pools or [cpu_ids or [0]]))))
     noise = float(os.environ.get("FAKE_NOISE", "0.01"))
     devices = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
     defaults = RunOptions()
@@ -344,6 +357,7 @@ def options_from(task: str, overrides: dict[str, Any], run_dir: Path, argv: list
         world_size=max(1, len(devices)),
         seed=seed,
         cpu_ids=tuple(cpu_ids) if cpu_ids is not None else None,
+        pools=tuple(map(tuple, pools)) if pools is not None else None,
         task=task,
         smoke=bool(overrides.get("training.smoke", False)),
         argv=tuple(argv),

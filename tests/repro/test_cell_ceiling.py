@@ -169,12 +169,15 @@ def test_a_matrix_without_ceilings_asks_for_none(tmp_path: Path) -> None:
     assert "eiling share" not in page and "The physics ceiling of the host was not measured" in page
 
 
-def test_several_ranks_have_no_ceiling_yet(tmp_path: Path) -> None:
-    host, topology = make_host(gpu_count=1)
-    plan = make_plan(load_matrix("single"), host, topology, SOURCE)
-    cell = plan.cells[1].model_copy(update={"world_size": 2})
-    ended, record = ceiling_module._measure(cell, {}, tmp_path, 1.0)
-    assert ended is None and record.reason == "it is measured for one rank, this run has 2"
+def test_several_pools_that_cannot_be_pinned_have_no_ceiling(tmp_path: Path) -> None:
+    host, topology = make_host(gpu_count=2)
+    plan = make_plan(load_matrix("dual"), host, topology, SOURCE)
+    cell = next(cell for cell in plan.cells if cell.id == "n2_r1")
+    (tmp_path / cell.run).mkdir(parents=True)
+    (tmp_path / cell.run / STATES_FILE).touch()
+    unpinned = cell.model_copy(update={"arguments": ()})
+    ended, record = ceiling_module._measure(unpinned, {}, tmp_path, 1.0)
+    assert ended is None and record.reason == "several pools are measured only where threads can be pinned"
 
 
 def test_the_plan_records_states_and_counts_the_time() -> None:
@@ -190,7 +193,7 @@ def test_the_plan_records_states_and_counts_the_time() -> None:
 
 
 def test_the_shipped_matrices_measure_their_ceiling() -> None:
-    assert all(load_matrix(name).ceiling for name in ("single", "smoke", "learning"))
+    assert all(load_matrix(name).ceiling for name in ("dual", "single", "smoke", "learning"))
 
 
 def test_an_interrupt_during_the_ceiling_ends_the_session_and_keeps_the_cell(

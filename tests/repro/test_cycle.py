@@ -27,11 +27,11 @@ TICK = {
 }
 
 
-def evidence(*runs: dict[str, float], **statuses: str) -> Any:
+def evidence(*runs: dict[str, float], ranks: int = 1, **statuses: str) -> Any:
     """One case `n1` with these runs."""
     cells = [
         SimpleNamespace(
-            cell=SimpleNamespace(case="n1", id=f"n1_r{number}"),
+            cell=SimpleNamespace(case="n1", id=f"n1_r{number}", world_size=ranks),
             status=statuses.get(f"r{number}", "measured"),
             throughput=SimpleNamespace(stages=run),
         )
@@ -81,6 +81,51 @@ def test_a_missing_tag_is_missing_and_not_zero(tag: str, pool: list[str] | None,
     if learner is not None:
         assert cells(learner_table(found)) == [["n1", *learner]]
     assert missing_tags(found) == f"`n1` lacks `{tag}`: what needs them is missing too."
+
+
+def of_rank(rank: int, changes: dict[str, float]) -> dict[str, float]:
+    """A tick as one of several ranks logs it."""
+    return {names.rank_tag(tag, rank): value for tag, value in {**TICK, **changes}.items()}
+
+
+def test_every_rank_has_a_row_of_its_own() -> None:
+    """Rank 1 steps 2 ms faster and waits for it; the run's own tags are the means, as the trainer logs them."""
+    one, other = of_rank(0, {}), of_rank(1, {names.BACKEND_MS: 34.0, names.ACTION_WAIT_MS: 5.0})
+    mean = {**TICK, names.BACKEND_MS: 35.0, names.ACTION_WAIT_MS: 4.0}
+    found = evidence(mean | one | other, mean | one | other, ranks=2)
+    assert cells(pool_table(found)) == [
+        ["n1, all ranks", "40.00", "35.00 (87.5 %)", "4.00 (10.0 %)", "1.00 (2.5 %)"],
+        ["n1, rank 0", "40.00", "36.00 (90.0 %)", "3.00 (7.5 %)", "1.00 (2.5 %)"],
+        ["n1, rank 1", "40.00", "34.00 (85.0 %)", "5.00 (12.5 %)", "1.00 (2.5 %)"],
+    ]
+    assert [row[0] for row in cells(learner_table(found))] == ["n1, all ranks", "n1, rank 0", "n1, rank 1"]
+    assert missing_tags(found) == ""
+
+
+def test_what_a_rank_did_not_log_is_missing_and_not_zero() -> None:
+    second = of_rank(1, {})
+    del second[names.rank_tag(names.BACKEND_MS, 1)]
+    found = evidence(TICK | of_rank(0, {}) | second, TICK | of_rank(0, {}) | of_rank(1, {}), ranks=2)
+    assert cells(pool_table(found))[2] == ["n1, rank 1", "40.00", "missing", "3.00 (7.5 %)", "missing"]
+    assert missing_tags(found) == f"`n1, rank 1` lacks `{names.BACKEND_MS}`: what needs them is missing too."
+    older = evidence(TICK, ranks=2)
+    assert cells(pool_table(older))[1] == ["n1, rank 0", *["missing"] * 4]
+    assert missing_tags(older).startswith("`n1, rank 0` lacks every tag; `n1, rank 1` lacks every tag: ")
+
+
+def test_tags_of_ranks_are_read_over_the_runs_window(fake_run: Callable[..., Path]) -> None:
+    """A tick of 40 ms; the made-up ranks lie 5 % below and above the mean."""
+    found = measure(fake_run(rate=1_000.0, num_envs=20, world_size=2)).stages
+    assert found[names.ITERATION_TIME] == pytest.approx(40.0)
+    assert found[names.rank_tag(names.ITERATION_TIME, 0)] == pytest.approx(38.0)
+    assert found[names.rank_tag(names.LEARNING_TIME, 1)] == pytest.approx(12.6)  # s in the file, ms here
+    assert found[names.rank_tag(names.BACKEND_MS, 1)] == pytest.approx(37.8)
+    assert len(found) == 3 * len(STAGE_TAGS)
+
+
+def test_a_rank_whose_stage_is_no_number_is_refused(fake_run: Callable[..., Path]) -> None:
+    with pytest.raises(Refusal, match="Perf/rank1/learner_inference_ms is nan at step"):
+        measure(fake_run(world_size=2, tags={names.rank_tag(names.INFERENCE_MS, 1): float("nan")}))
 
 
 INSIDE = "the pool is inside `Batch.step` for"

@@ -10,13 +10,25 @@ from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, pa
 
 
 def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
-    assert builtin_names() == ["learning", "single", "smoke"]
+    assert builtin_names() == ["dual", "learning", "single", "smoke"]
     smoke, single = load_matrix("smoke"), load_matrix("single")
     assert smoke.smoke and not single.smoke
     assert [case.workers for case in smoke.cases] == [1, 2]
     assert (smoke.repeats, smoke.warmup, len(smoke.cases)) == (3, 1, 2)  # seven cells
     assert (single.iterations, single.repeats) == (300, 3)
     assert [(case.name, case.gpus, case.workers) for case in single.cases] == [("n1", (0,), "default")]
+    dual = load_matrix("dual")
+    assert [(case.name, case.gpus, case.workers) for case in dual.cases] == [
+        ("n1", (0,), "default"),
+        ("n2", (0, 1), "default"),
+    ]
+    assert (dual.iterations, dual.repeats, dual.warmup, dual.ceiling, dual.benchmarks) == (300, 3, 1, True, False)
+    assert [(item.metric, item.expected) for item in dual.comparisons] == [
+        ("steps_per_second", 2.0),
+        ("learner_rows_per_second", 2.0),
+        ("ceiling", 2.0),
+        ("ceiling_share", 1.0),
+    ]
     assert all("algo.save_interval=-1" in matrix.overrides for matrix in (smoke, single))
 
 
@@ -42,6 +54,13 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ('numerator = "fast"', 'numerator = "slow"', "compares 'slow' with itself"),
         ("smoke = true", "smoke = false", "case 'slow' names no GPU; set gpus = [0], or smoke = true"),
         ("workers = 1", "gpus = [0]", "case 'slow' names GPUs [0], but the matrix is smoke"),
+        (
+            'denominator = "slow"',
+            'denominator = "slow"\nmetric = "ceiling"',
+            "comparison 'speedup' needs the physics ceiling; set ceiling = true",
+        ),
+        ('denominator = "slow"', 'denominator = "slow"\nexpected = 0.0', "expected: input should be greater than"),
+        ('denominator = "slow"', 'denominator = "slow"\nmetric = "loss"', "metric: input should be 'steps_per_second'"),
         ("workers = 1", "gpus = [1, 1]", "GPU positions [1, 1] repeat"),
         ("workers = 1", "workers = 0", "workers"),
         ("workers = 1", 'overrides = ["algo.num_envs"]', "override 'algo.num_envs' is not key=value"),
@@ -95,6 +114,7 @@ def test_an_unknown_matrix_or_file_is_refused() -> None:
 
 
 def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> None:
+    assert matrix_of_cases(["n1", "n2"]) == load_matrix("dual")
     both = matrix_of_cases(["workers2", "workers1"])
     assert [case.name for case in both.cases] == ["workers2", "workers1"]
     assert [item.name for item in both.comparisons] == ["second_worker"]
@@ -107,6 +127,7 @@ def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> No
         (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
         (["n1", "n1"], "repeat a name"),
         (["n1", "workers1"], "the cases do not point to one matrix"),
+        (["n1"], r"the cases do not point to one matrix \(n1 in dual/single\); use --matrix NAME"),
     ],
 )
 def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], message: str) -> None:

@@ -1,10 +1,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from repro.place import CannotHoldError, Cpu, Placement, fill_order, place, read_topology, usable_cpus
+from repro.place import (
+    CannotHoldError,
+    Cpu,
+    Offer,
+    Placement,
+    fill_order,
+    place,
+    read_topology,
+    split_cpus,
+    usable_cpus,
+)
 
 # Two sockets of two cores with two threads each, numbered as Linux often does: siblings are 4 apart.
 SMT = tuple(Cpu(cpu, core=cpu % 2, socket=cpu % 4 // 2) for cpu in range(8))
@@ -35,24 +48,102 @@ def test_topology_is_read_from_sysfs_and_a_cpu_without_files_is_a_core(tmp_path:
     assert read_topology((2, 3, 9), tmp_path) == (Cpu(2, 7, 1), Cpu(3, 7, 1), Cpu(9, 9, 0))
 
 
+def cores(count: int, sockets: int = 1, threads: int = 1) -> tuple[Cpu, ...]:
+    """Sockets of `count` cores with `threads` CPUs each; siblings follow after all cores, as Linux often numbers."""
+    every = [(socket, core) for socket in range(sockets) for core in range(count)]
+    return tuple(
+        Cpu(t * len(every) + i, core, socket) for t in range(threads) for i, (socket, core) in enumerate(every)
+    )
+
+
 def test_default_keeps_one_cpu_for_the_learner_and_all_does_not() -> None:
-    usable = (0, 2, 4, 6)
-    assert place("default", (), usable, ()) == Placement((0, 2, 4), ())
-    assert place("all", (), usable, ()) == Placement(usable, ())
-    assert place(1, (), usable, ()) == Placement((0,), ())
-    assert place("default", (), (5,), ()) == Placement((5,), ())
+    offer = Offer(tuple(Cpu(cpu, cpu, 0) for cpu in (0, 2, 4, 6)))
+    assert place("default", (), offer) == Placement(((0, 2, 4),), ())
+    assert place("all", (), offer) == Placement(((0, 2, 4, 6),), ())
+    assert place(1, (), offer) == Placement(((0,),), ())
+    assert place("default", (), Offer((Cpu(5, 5, 0),))) == Placement(((5,),), ())
 
 
 def test_gpu_positions_become_entries_taken_as_they_are() -> None:
-    assert place(1, (1,), (0,), ("MIG-a", "GPU-b")).gpus == ("GPU-b",)
+    assert place(1, (1,), Offer(cores(1), None, ("MIG-a", "GPU-b"))).gpus == ("GPU-b",)
+    assert place(1, (1, 0), Offer(cores(2), None, ("MIG-a", "GPU-b"))).gpus == ("GPU-b", "MIG-a")
+
+
+@pytest.mark.parametrize(
+    ("topology", "limit", "expected"),
+    [
+        (cores(4, sockets=2), None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (cores(2, sockets=2, threads=2), None, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (cores(4, threads=2), None, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (cores(3, threads=2), None, [(0, 3), (1, 4)]),  # the third core stays unused: a core has one rank
+        (cores(1, threads=2), None, [(0,), (1,)]),  # fewer cores than ranks: siblings are split
+        (cores(5), None, [(0, 1), (2, 3)]),
+        (cores(4, sockets=2), 6.5, [(0, 1, 2), (4, 5, 6)]),
+        (cores(4)[:3] + cores(4, sockets=2)[4:], None, [(0, 1, 2), (4, 5, 6)]),  # of one socket where possible
+        (cores(1), None, []),
+        (cores(8), 1.9, []),
+    ],
+)
+def test_two_ranks_have_equal_shares_of_whole_cores_on_their_socket(
+    topology: tuple[Cpu, ...], limit: float | None, expected: list[tuple[int, ...]]
+) -> None:
+    assert list(split_cpus(topology, limit, 2)) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=24),
+    st.integers(1, 4),
+    st.none() | st.floats(0.1, 30),
+)
+def test_shares_are_equal_disjoint_and_usable(places: list[tuple[int, int]], ranks: int, limit: float | None) -> None:
+    topology = tuple(Cpu(number, core, socket) for number, (socket, core) in enumerate(places))
+    found = split_cpus(topology, limit, ranks)
+    every = [cpu for share in found for cpu in share]
+    assert len(every) == len(set(every)) <= len(topology)
+    assert len({len(share) for share in found}) <= 1
+    assert bool(found) == (ranks <= len(usable_cpus(topology, limit)))
+    assert limit is None or len(every) <= max(1.0, limit)
+    if ranks == 1:
+        assert found == (usable_cpus(topology, limit),)
+
+
+TWO = ("GPU-a", "GPU-b")
+
+
+@pytest.mark.parametrize(
+    ("workers", "one", "both"),
+    [
+        ("default", (0, 1, 2), ((0, 1, 2), (4, 5, 6))),  # one CPU of each share stays free
+        ("all", (0, 1, 2, 3, 4, 5, 6, 7), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        (2, (0, 1), ((0, 1), (4, 5))),
+        (4, (0, 1, 2, 3), ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ],
+)
+def test_one_rank_has_the_first_pool_of_two(
+    workers: int | Literal["default", "all"], one: tuple[int, ...], both: tuple[tuple[int, ...], ...]
+) -> None:
+    offer = Offer(cores(4, sockets=2), None, TWO)
+    assert place(workers, (0,), offer, widest=2) == Placement((one,), TWO[:1])
+    assert place(workers, (0, 1), offer, widest=2) == Placement(both, TWO)
+
+
+def test_a_count_beyond_the_share_of_the_widest_case_takes_the_cases_own() -> None:
+    """One pool of all cores against two of half of them."""
+    assert place(7, (0,), Offer(cores(4, sockets=2), None, TWO), widest=2).pools == (tuple(range(7)),)
+
+
+def test_a_host_too_small_for_the_widest_case_holds_the_others() -> None:
+    assert place("default", (0,), Offer(cores(1), None, TWO), widest=2).pools == ((0,),)
+    with pytest.raises(CannotHoldError, match=r"^asks for 2 ranks, this host offers 1 CPU$"):
+        place("default", (0, 1), Offer(cores(1), None, TWO), widest=2)
 
 
 @pytest.mark.parametrize(
     ("workers", "gpus", "unusable", "reason"),
     [
         (3, (), None, "asks for 3 workers, this host offers 2 CPUs"),
+        (2, (0, 1), None, "asks for 2 ranks of 2 workers, this host offers 2 CPUs"),
         (1, (2,), None, "asks for GPU position 2, this host shows 2 GPU"),
-        (1, (0, 1), None, "asks for 2 ranks, this trainer runs one"),
         (1, (0,), "the driver lists no GPU", "asks for GPU position 0, but the driver lists no GPU"),
     ],
 )
@@ -60,5 +151,5 @@ def test_a_case_that_does_not_fit_says_why(
     workers: int, gpus: tuple[int, ...], unusable: str | None, reason: str
 ) -> None:
     with pytest.raises(CannotHoldError) as caught:
-        place(workers, gpus, (0, 1), ("GPU-a", "GPU-b"), unusable)
+        place(workers, gpus, Offer(cores(2), None, TWO, unusable))
     assert str(caught.value).startswith(reason)

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_builder import SOURCE, make_host, toy_matrix
 
+from repro.dry_run import plan_lines
 from repro.errors import UsageError
 from repro.matrix import Matrix, load_matrix
 from repro.plan import Cell, Plan, check_plan, interleave, make_plan, same_words
 from repro.schema import canonical_json, parse_model
+from repro.session import default_out_dir
 
 NOW = datetime(2026, 11, 29, 12, 0, 1, tzinfo=UTC)
 
@@ -61,6 +63,62 @@ def test_a_gpu_case_gets_its_device_and_leaves_a_cpu_for_the_learner() -> None:
     assert cell.cpu_ids == tuple(range(15))
     assert cell.environment["CUDA_VISIBLE_DEVICES"] == "GPU-0"
     assert not any("smoke" in word for word in cell.arguments)
+
+
+def test_two_ranks_get_two_equal_pools_and_one_rank_the_first_of_them() -> None:
+    plan = plan_for(load_matrix("dual"), cpus=16, gpus=2)
+    one, two = (next(cell for cell in plan.cells if cell.id == name) for name in ("n1_r1", "n2_r1"))
+    assert [cell.id for cell in plan.cells] == ["warmup1_n1", "n1_r1", "n2_r1", "n2_r2", "n1_r2", "n1_r3", "n2_r3"]
+    first, second = tuple(range(7)), tuple(range(8, 15))
+    assert (one.world_size, one.cpu_ids, one.pools) == (1, first, (first,))
+    assert (two.world_size, two.cpu_ids, two.pools) == (2, first + second, (first, second))
+    assert "env.cpu_ids=[0,1,2,3,4,5,6]" in one.arguments
+    assert "training.dp_collector_cpu_ids=[[0,1,2,3,4,5,6],[8,9,10,11,12,13,14]]" in two.arguments
+    assert not any(word.startswith("env.cpu_ids") for word in two.arguments)
+    assert two.environment["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
+    check_plan(plan)
+
+
+def test_a_dry_run_shows_the_pool_of_every_rank() -> None:
+    lines = "\n".join(plan_lines(plan_for(load_matrix("dual"), cpus=16, gpus=2))).splitlines()
+    (row,) = [line.split() for line in lines if " n2_r1 " in line]
+    assert row[:-1] == ["3", "n2_r1", "measured", "2", "x", "7", "0-6", "+", "8-14", "GPU-0,GPU-1"]
+
+
+def test_one_gpu_skips_two_ranks_with_the_reason() -> None:
+    plan = plan_for(load_matrix("dual"), cpus=16, gpus=1)
+    skipped = {cell.case: cell.skip_reason for cell in plan.cells if cell.skip_reason}
+    assert skipped == {"n2": "asks for GPU position 1, this host shows 1 GPU (counted from 0)"}
+    assert {cell.pools for cell in plan.runnable} == {(tuple(range(7)),)}
+    check_plan(plan)
+
+
+def test_several_ranks_of_a_smoke_matrix_need_no_gpu() -> None:
+    case = toy_matrix().cases[0].model_copy(update={"gpus": (0, 1)})
+    plan = plan_for(toy_matrix(cases=(case,), comparisons=()), cpus=2)
+    assert {cell.pools for cell in plan.cells} == {((0,), (1,))}
+    assert plan.cells[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert default_out_dir(plan, make_host(gpu_count=2)[0]).name == "2026-11-29_toy_0123456"
+    assert plan_for(toy_matrix(cases=(case,), comparisons=()), cpus=1).cells[0].skip_reason == (
+        "asks for 2 ranks, this host offers 1 CPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"cpu_ids": (0, 1, 2)}, "cpu_ids of cell 'slow_r1'"),  # three CPUs of two ranks
+        ({"world_size": 1}, "world_size of cell 'slow_r1'"),
+    ],
+)
+def test_pools_that_the_matrix_does_not_give_are_refused(change: dict[str, object], problem: str) -> None:
+    case = toy_matrix().cases[0].model_copy(update={"gpus": (0, 1)})
+    plan = plan_for(toy_matrix(cases=(case,), comparisons=(), warmup=0))
+    changed = plan.cells[0].model_copy(update=change)
+    other = plan.model_copy(update={"cells": (plan.cells[0], changed)})
+    twisted = other.model_copy(update={"cells": (changed.model_copy(update={"id": "slow_r1"}), plan.cells[1])})
+    with pytest.raises(UsageError, match=problem):
+        check_plan(twisted)
 
 
 def test_what_the_host_cannot_hold_is_skipped_with_the_reason_and_not_warmed_up() -> None:
@@ -124,7 +182,7 @@ def test_a_plan_survives_its_file() -> None:
 
 @pytest.mark.parametrize("prefix", [None, "mine", "mine_"])
 @pytest.mark.parametrize(
-    ("name", "cpus", "gpus"), [("smoke", 1, 0), ("smoke", 4, 0), ("single", 16, 1), ("single", 4, 0)]
+    ("name", "cpus", "gpus"), [("smoke", 1, 0), ("smoke", 4, 0), ("single", 16, 1), ("single", 4, 0), ("dual", 16, 2)]
 )
 def test_a_plan_is_what_its_own_matrix_gives(name: str, cpus: int, gpus: int, prefix: str | None) -> None:
     check_plan(plan_for(load_matrix(name), cpus, gpus, prefix=prefix))

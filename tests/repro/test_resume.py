@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_probe
 import psutil
 import pytest
 from session_builder import TOY, TRAINER, finished_session, matrix_text, run_session
@@ -284,3 +285,17 @@ def test_the_plan_of_a_resumed_session_stays_the_first(tmp_path: Path) -> None:
     assert resume(out, tmp_path / "matrix.toml") == 4
     assert ((out / PLAN_FILE).read_bytes(), (out / HOST_FILE).read_bytes()) == (plan, host)
     assert read_model(Plan, out / PLAN_FILE).cells[0].id == "bad_r1"
+
+
+@pytest.mark.parametrize(("mode", "code"), [("ok", 4), ("correctness:fail", 2)])
+def test_passed_probes_are_not_run_again_and_failed_ones_end_it(
+    mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("repro.probe.PROGRAM", (sys.executable, str(Path(fake_probe.__file__))))
+    monkeypatch.setenv("FAKE_PROBE", mode)
+    text = matrix_text({"bad": {"FAKE_MODE": "crash"}}, extra='probes = ["correctness"]\n')
+    _, out = run_session(tmp_path, text)
+    assert resume(out, tmp_path / "matrix.toml") == code
+    assert events(out).count("probe_started") == 1
+    assert ("probe correctness failed; look for the fault" in capsys.readouterr().err) is (code == 2)
+    checked(out)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from unilab import bench
-from unilab.bench import Rank, choose_variants, kernel_count, main, update_errors
+from unilab import bench, synthetic
+from unilab.bench import choose_variants, kernel_count, main
 from unilab.config import load_config
+from unilab.synthetic import SyntheticRank, update_errors
 
 SMALL = [
     *("algo.actor_hidden_dim=16", "algo.critic_hidden_dim=16", "algo.num_envs=8", "algo.batch_size=32"),
@@ -74,14 +75,14 @@ def test_only_cuda_runs_more_than_the_eager_variant() -> None:
 
 
 def test_the_ring_is_full_of_rows_that_differ_and_sometimes_end() -> None:
-    rank = Rank(load_config("sac", "g1_walk_flat", "mujoco", [*SMALL, "algo.replay_buffer_n=256"]), CPU, False)
+    rank = SyntheticRank(load_config("sac", "g1_walk_flat", "mujoco", [*SMALL, "algo.replay_buffer_n=256"]), CPU, False)
     start = rank.registry.snapshot()
-    assert int(start["replay/size"]) == rank.replay_rows == 2048
+    assert int(start["replay/size"]) == rank.replay.capacity == 2048
     rank.update()
     after = rank.registry.snapshot()
     assert not torch.equal(after["actor/parameters"], start["actor/parameters"])
-    ring: Any = bench.ReplayRing(4000, {"obs": 3, "done": 0, "timeout": 0}, CPU, bench.StateRegistry())
-    bench._fill(ring, torch.Generator().manual_seed(1))
+    ring: Any = synthetic.ReplayRing(4000, {"obs": 3, "done": 0, "timeout": 0}, CPU, synthetic.StateRegistry())
+    synthetic._fill(ring, torch.Generator().manual_seed(1))
     obs, done, timeout = ring.split(ring.rows).values()
     assert obs.std() == pytest.approx(1.0, abs=0.05)
     assert set(done.unique().tolist()) == set(timeout.unique().tolist()) == {0.0, 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from unilab.probes.findings import Check, Findings
 from unilab.probes.setting import Setting
 from unilab.ranks import VISIBLE_DEVICES
@@ -28,13 +29,19 @@ Probe = Callable[[Setting], tuple[list[Check], list[dict[str, Any]]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 this host cannot run it."""
+    """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 host unfit, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     began = time.monotonic()
     try:
         entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
+        if arguments.probe != "correctness" and arguments.world_size == 1:
+            raise ValueError(f"{arguments.probe} is about data between ranks; --world-size must be at least 2")
         if arguments.probe == "nccl-capture" and arguments.smoke:
             raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
+        if arguments.compile_loss and arguments.smoke:
+            raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
+        if arguments.output is not None and not arguments.output.parent.is_dir():
+            raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     except LookupError as error:
         return _refuse(error.args[0], EXIT_HOST_UNFIT)
     except ValueError as error:
@@ -45,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend = "gloo" if arguments.smoke else "nccl"
     setting = Setting(tuple(entries), backend, {**os.environ, **transport.variables}, arguments.compile_loss)
     run: Probe = import_module(PROBES[arguments.probe]).run
-    checks, measurements = run(setting)
+    try:
+        checks, measurements = run(setting)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", EXIT_INTERRUPTED)
     found = Findings(
         probe=arguments.probe,
         smoke=arguments.smoke,
@@ -125,4 +135,6 @@ def _refuse(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    # A probe that is told to end must end its ranks, which are a process group of their own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

@@ -102,6 +102,11 @@ class RankPart:
         self.measurements.append(values)
         self.write()
 
+    def enter(self, stage: str) -> None:
+        """Note what comes next, for whoever finds this rank stuck or dead."""
+        self.facts["stage"] = stage
+        self.write()
+
     def write(self) -> None:
         """Write the file, whole or not at all."""
         content = {key: value for key, value in asdict(self).items() if key != "path"}
@@ -122,12 +127,20 @@ class RankPart:
 def join_parts(parts: Sequence[RankPart]) -> list[Check]:
     """One check for each name: passed where it passed on every rank, and was made there.
 
-    The detail is rank 0's, or that of the first rank that failed.
+    The detail is rank 0's, or that of the first rank that failed. A name that is also one of values that must agree
+    stands for both.
     """
     names = {check.name: None for part in parts for check in part.checks}
-    joined = [_join(name, [{check.name: check for check in part.checks} for part in parts]) for name in names]
-    shared = {name: None for part in parts for name in part.agree}
-    return joined + [_compare(name, [part.agree for part in parts]) for name in shared]
+    joined = {name: _join(name, [{check.name: check for check in part.checks} for part in parts]) for name in names}
+    for name in {name: None for part in parts for name in part.agree}:
+        compared = _compare(name, [part.agree for part in parts])
+        joined[name] = _both(joined[name], compared) if name in joined else compared
+    return list(joined.values())
+
+
+def _both(made: Check, compared: Check) -> Check:
+    detail = f"{made.detail}; {compared.detail}"
+    return Check(made.name, made.passed and compared.passed, detail, made.required)
 
 
 def _join(name: str, ranks: Sequence[Mapping[str, Check]]) -> Check:

@@ -12,7 +12,9 @@ from typing import Any
 
 from unilab.probes.findings import RankPart
 from unilab.ranks import VISIBLE_DEVICES
-from unilab.trial import try_ranks
+from unilab.trial import Trial, try_ranks
+
+SHOWN = 25  # lines of a log
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Setting:
             environments = [{**inherited, VISIBLE_DEVICES: entry} for entry in self.entries]
             trial = try_ranks(commands, environments, seconds, folder)
             parts = [RankPart.read(Path(seat.part)) for seat in seats]
+        _show(module, trial)
         return Run(trial.fault, trial.seconds, trial.logs, parts)
 
 
@@ -102,3 +105,13 @@ class Seat:
     def take(cls, argv: Sequence[str]) -> Seat:
         """The place given on the command line."""
         return cls(**json.loads(argv[0]))
+
+
+def _show(module: str, trial: Trial) -> None:
+    """The ends of the logs of a trial that failed, on the terminal alone: they name host and paths."""
+    if trial.fault is None:
+        return
+    print(f"{module}: {trial.fault}", file=sys.stderr)
+    for rank, log in enumerate(trial.logs):
+        for line in log.splitlines()[-SHOWN:]:
+            print(f"rank {rank}: {line}", file=sys.stderr)

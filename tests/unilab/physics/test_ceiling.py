@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_states import ENVS, changed, recorded, rewrite
 
-from unilab.physics import c_loop, ceiling
+from unilab.physics import c_loop, ceiling, stepping
 from unilab.physics.c_loop import CLoop
 from unilab.physics.mujoco_pool import MujocoPool
 from unilab.physics.pinning import LINUX, allowed_cpus
@@ -70,7 +70,7 @@ def test_workers_and_profile_are_those_asked_for(states_file: Path, tmp_path: Pa
 
 
 def test_two_rounds_are_made_at_least_and_the_first_is_not_counted(states_file: Path) -> None:
-    own, plain = ceiling._rounds(lambda: [0.5, 0.25, 0.25], 1e-9, lambda: [9.0, 1.0, 2.0])
+    own, plain = stepping.rounds_for(1e-9)(lambda: [0.5, 0.25, 0.25], lambda: [9.0, 1.0, 2.0])
     assert own.rounds == [[0.5, 0.25, 0.25]] * 2
     assert [len(part.rounds) for part in (own, plain)] == [2, 2]
     assert plain.summary(ENVS) == {"env_steps_per_second": ENVS * 3 / 12.0, "step_seconds": [[9.0], [1.0], [2.0]]}
@@ -81,7 +81,7 @@ def test_every_group_starts_from_its_snapshot(rows: list[slice], states_file: Pa
     """States are put back while the other group steps; in the end all are what one step of the last snapshot gives."""
     states = load_states(states_file)
     pool, expected = MujocoPool(states.spec, ENVS), MujocoPool(states.spec, ENVS)
-    with ceiling.Stepper(pool, states, rows, None) as stepper:
+    with stepping.Stepper(pool, states, rows, None) as stepper:
         seconds = [stepper.round() for _ in range(3)][-1]
     assert len(seconds) == 3 and min(seconds) > 0
     expected.restore(states.snapshot(2))
@@ -105,7 +105,7 @@ def test_the_c_loop_computes_the_states_of_the_pool(profile: str, states_file: P
             assert np.array_equal(pool.inputs()["state"], loop.after[index])
         loop.after[1, 2, 5] += 1e-12
         with pytest.raises(RuntimeError, match="the C loop steps the states of iteration 11 to others than the pool"):
-            ceiling._require_same(pool, states, loop)
+            stepping._require_same(pool, states, loop)
 
 
 @compiled
@@ -199,7 +199,7 @@ def test_physics_that_the_engine_resets_has_no_rate(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_refused_before_measuring(
     name: str, message: str, states_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(ceiling, "_measure", lambda *_: pytest.fail("it measured"))
     assert ceiling.main(["--states", str(states_file), "--output", str(tmp_path / name)]) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1
