@@ -90,7 +90,7 @@ def _stacks(pid: int, log: Path) -> str:
     if not handles(pid, signal.Signals[STACKS_SIGNAL]):
         return f"no Python stacks: it does not handle {STACKS_SIGNAL}"
     before = log.stat().st_size
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.Signals[STACKS_SIGNAL])
     printed = _await_output(log, before)
     return printed or f"no Python stacks: no answer to {STACKS_SIGNAL} within {ANSWER_SECONDS:g} s"

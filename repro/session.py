@@ -6,20 +6,20 @@ import contextlib
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from repro.attempts import supersede
-from repro.benchmarks import run_benchmarks
+from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome, read_journal
 from repro.late import examine
-from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, Runner, cell_environment, local_runner
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -97,7 +97,9 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
-    return plan.model_copy(update={"cells": cells, "matrix": matrix})
+    image = plan.executor.image
+    executor = plan.executor.model_copy(update={"image": image and redactor.text(image)})
+    return plan.model_copy(update={"cells": cells, "matrix": matrix, "executor": executor})
 
 
 def run_cells(
@@ -108,6 +110,7 @@ def run_cells(
     *,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    runner: Callable[[Cell], Runner] = local_runner,
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
     finished: Mapping[str, CellEvidence] = MappingProxyType({}),
@@ -123,6 +126,7 @@ def run_cells(
         view: Shows what happens.
         trainer: Start of every command.
         inherited: The environment that cells inherit.
+        runner: Gives what runs a cell's commands.
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
         finished: Cells of a resumed session that are not run again, by id.
@@ -132,7 +136,7 @@ def run_cells(
     """
     with _signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -148,7 +152,9 @@ def run_cells(
                     continue
                 _put_aside(out_dir, cell)
                 view.started(cell)
-                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(
+                    plan, cell, journal, out_dir, trainer, inherited, runner(cell), grace
+                )
                 view.ended(evidence, ended.seconds)
                 if interrupted:
                     journal.write("session_interrupted")
@@ -170,7 +176,11 @@ def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapp
     if not plan.matrix.benchmarks or any(entry.event == "benchmarks_ended" for entry in read_journal(out_dir)):
         return None
     journal.write("benchmarks_started")
-    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    ended = None
+    if plan.executor.kind == "docker":
+        leave_out(out_dir, "runs are in containers, and their image holds no benchmarks")
+    else:
+        ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
     journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
     return ended.outcome if ended is not None else None
 
@@ -189,6 +199,7 @@ def _run_one(
     out_dir: Path,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    run: Runner,
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
@@ -196,11 +207,12 @@ def _run_one(
     log = out_dir / cell.log
     late = partial(examine, run_dir=out_dir / cell.run, log=log, stacks=out_dir / cell.stacks)
     gpus = () if plan.matrix.smoke else cell.gpus
-    with Sampler(out_dir / cell.telemetry, cell.cpu_ids or (), gpus) as sampler:
-        ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace, late)
+    descends = plan.executor.kind == "local"
+    with Sampler(out_dir / cell.telemetry, cell.cpu_ids or (), gpus, descends=descends) as sampler:
+        ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace, late)
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling:
-        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
     redactor = Redactor(out_dir)
     for path in (log, out_dir / cell.stacks):
         if path.exists():

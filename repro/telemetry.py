@@ -58,6 +58,8 @@ class Sampler:
         gpus: Its entries of CUDA_VISIBLE_DEVICES; none where it has none.
         open_gpus: Makes the reader of the GPUs.
         interval: Seconds between samples. A shorter cell gets one at its end.
+        descends: Whether the cell's processes descend from this one; those of a container do not, and nothing can be
+            called foreign then.
 
     Attributes:
         count: Lines written; None where the file could not be written.
@@ -70,10 +72,11 @@ class Sampler:
         gpus: Sequence[str],
         open_gpus: Callable[[Sequence[str]], GpuReader] = NvmlReader,
         interval: float = INTERVAL_SECONDS,
+        descends: bool = True,
     ) -> None:
         self.count: int | None = None
         self._path, self._cpu_ids, self._entries = path, tuple(cpu_ids), tuple(gpus)
-        self._open_gpus, self._interval = open_gpus, interval
+        self._open_gpus, self._interval, self._descends = open_gpus, interval, descends
         self._reader: GpuReader | None = None
         self._stop, self._closed = threading.Event(), False
         self._began = time.monotonic()
@@ -130,13 +133,15 @@ class Sampler:
         except Exception as error:  # a GPU that fell off the bus; the CPUs can be read all the same
             self._reader, failed = None, _words(error)
         load = cpus.read()
+        if not self._descends:
+            gpus = tuple(gpu.model_copy(update={"foreign_processes": None}) for gpu in gpus)
         return Sample(
             seconds=self._seconds(),
             gpus=gpus,
             load_average=round(os.getloadavg()[0], 2),
             own_cpus_busy=load.own_busy,
             other_cpus_busy=load.other_busy,
-            foreign_cpus=load.foreign,
+            foreign_cpus=load.foreign if self._descends else None,
             failed=failed,
         )
 

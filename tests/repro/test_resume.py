@@ -77,7 +77,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     def quick(command: list[str], environment: dict[str, str], *rest: object) -> launch.Ended:
         return run(command, {**environment, "FAKE_SECONDS": "0"}, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("repro.session.run_cell", quick)
+    monkeypatch.setattr(launch, "run_cell", quick)
 
 
 @pytest.mark.usefixtures("patient")

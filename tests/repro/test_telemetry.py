@@ -88,6 +88,14 @@ def test_gpus_that_cannot_be_opened_are_recorded_and_the_cpus_read(tmp_path: Pat
     assert first.load_average is not None
 
 
+def test_beside_a_container_nothing_is_called_foreign(tmp_path: Path) -> None:
+    with Sampler(tmp_path / "a.jsonl", (0,), ("GPU-1",), FakeGpus(gpu()), descends=False) as sampler:
+        pass
+    (only,) = read_telemetry(tmp_path / "a.jsonl", sampler.count)
+    assert only.foreign_cpus is None and only.gpus == (gpu(foreign_processes=None),)
+    assert only.load_average is not None
+
+
 def test_a_gpu_that_is_lost_is_recorded_once(tmp_path: Path) -> None:
     samples = sampled(tmp_path / "a.jsonl", FakeGpus(gpu(), None))
     assert [bool(sample.gpus) for sample in samples[:3]] == [True, False, False]
