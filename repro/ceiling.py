@@ -105,6 +105,8 @@ class PoolCeilings(Strict):
 
     @model_validator(mode="after")
     def _sum(self) -> Self:
+        if any(pool.iterations != self.pools[0].iterations for pool in self.pools):
+            raise ValueError("its pools stepped states of different iterations")
         total = sum(pool.env_steps_per_second for pool in self.pools)
         if not math.isclose(self.env_steps_per_second, total, rel_tol=1e-9):
             raise ValueError(f"env_steps_per_second is {self.env_steps_per_second}, its pools give {total}")

@@ -145,6 +145,28 @@ def _tied(command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP act as Ctrl-C does: a stopped container or closed terminal leaves no cell.
+
+    A signal that is ignored stays so, as SIGHUP under nohup.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
     """Keep interrupts back from here until the yielded function is called, which lets them in again, late ones first.
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +16,7 @@ from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome, read_journal
 from repro.late import examine
-from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, Runner, cell_environment, local_runner
+from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_runner, signals_interrupt
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -134,7 +131,7 @@ def run_cells(
     Returns:
         Whether the session was interrupted.
     """
-    with _signals_interrupt(), view:
+    with signals_interrupt(), view:
         try:
             probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
             if probed == "interrupted":
@@ -274,25 +271,3 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
 
 def _any_number(result: Result) -> bool:
     return any(cell.steps_per_second is not None for cell in result.cells)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the session as Ctrl-C does: a stopped container or closed terminal leaves no cell.
-
-    A signal that is ignored stays so, as SIGHUP under nohup.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -540,3 +540,19 @@ def test_a_change_is_found_though_hashes_fit(
     write_manifest(out)
     passed, lines = checked(out)
     assert not passed and problem in lines, lines
+
+
+def test_a_termination_ends_the_command_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+
+    def terminated(_: object, __: object, folder: Path, ___: object) -> None:
+        folders.append(folder)
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("repro.probe_command.run_probe", terminated)
+    assert main(["probe", "communication", "--smoke"]) == 130
+    assert capsys.readouterr() == ("", "repro: interrupted\n")
+    assert [folder.exists() for folder in folders] == [False]
