@@ -60,6 +60,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", action="store_true", help="every run writes a timeline for ui.perfetto.dev")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
     parser.add_argument(
+        "--resume", action="store_true", help="go on with the session in --out: run what has no number yet"
+    )
+    parser.add_argument(
         "--executor", choices=("local", "docker"), default="local", help="docker: each run in a container of its own"
     )
     parser.add_argument("--image", metavar="NAME", help="image of the containers (default unilab-repro:cuda or :cpu)")

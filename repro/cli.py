@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -36,6 +36,7 @@ from unilab.names import (
 
 if TYPE_CHECKING:
     from repro.docker_executor import DockerExecutor
+    from repro.evidence import CellEvidence
 
 # Modules that read events and draw figures take a second to import; the commands that need them import them.
 
@@ -141,7 +142,8 @@ def _run_on(
     from repro.live import LastingStream
 
     with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
-        return _run_plan(arguments, plan, host, trainer, local_runner if executor is None else executor.runner)
+        runner = local_runner if executor is None else executor.runner
+        return (_resume if arguments.resume else _run_plan)(arguments, plan, host, trainer, runner)
 
 
 def _require_runnable(plan: Plan) -> None:
@@ -187,13 +189,33 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
     return load_matrix(name)
 
 
+def _resume(
+    arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str], runner: Callable[[Cell], Runner]
+) -> int:
+    from repro.resume import claim, find_session, finished_cells, is_complete
+
+    if arguments.out is None:
+        raise UsageError("--resume needs --out DIR, the folder of the session to go on with")
+    with claim(arguments.out):
+        earlier = find_session(arguments.out, plan, host)
+        if not is_complete(arguments.out, earlier):
+            return _run_plan(arguments, plan, host, trainer, runner, finished_cells(earlier))
+    from repro.result import compute_result
+    from repro.session import exit_code
+
+    print(f"nothing to do: every run in {arguments.out} has its number")
+    return exit_code(compute_result(earlier), earlier)
+
+
 def _run_plan(
     arguments: argparse.Namespace,
     plan: Plan,
     host: Host,
     trainer: Sequence[str],
     runner: Callable[[Cell], Runner] = local_runner,
+    finished: Mapping[str, CellEvidence] | None = None,
 ) -> int:
+    """Run a session to its report; `finished` is given where one is resumed: the cells that it has already."""
     from rich.console import Console
 
     from repro.benchmarks import LIMIT_SECONDS
@@ -202,10 +224,14 @@ def _run_plan(
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
     from repro.report import write_report
+    from repro.resume import claim, reopen_session
     from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
 
-    out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
-    print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    resumed = finished is not None
+    out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
+    count = sum(cell.id not in (finished or {}) for cell in plan.runnable)
+    seconds = plan.estimated_seconds * count / len(plan.runnable)
+    print(f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}")
     if plan.matrix.probes:
         print(f"probes before everything else: {', '.join(plan.matrix.probes)}")
     if plan.matrix.benchmarks:
@@ -213,17 +239,20 @@ def _run_plan(
     if plan.cleared_environment:
         print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
     sys.stdout.flush()
-    journal, view = start_session(plan, host, out_dir), SessionView(plan, Console())
-    interrupted = run_cells(
-        plan,
-        journal,
-        out_dir,
-        view,
-        trainer=trainer,
-        inherited=os.environ,
-        runner=runner,
-        fail_fast=arguments.fail_fast,
-    )
+    journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
+    view = SessionView(plan, Console())
+    with contextlib.nullcontext() if resumed else claim(out_dir):
+        interrupted = run_cells(
+            plan,
+            journal,
+            out_dir,
+            view,
+            trainer=trainer,
+            inherited=os.environ,
+            runner=runner,
+            fail_fast=arguments.fail_fast,
+            finished=finished or {},
+        )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
     stages = bounding_stages(report.evidence)

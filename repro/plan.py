@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from repro.errors import UsageError
 from repro.host import Host
-from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR
+from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
 from repro.matrix import MOST_RANKS, Case, Matrix
 from repro.place import CannotHoldError, Cpu, Offer, Placement, choose_cpuset, place
 from repro.provenance import Source
@@ -84,6 +84,16 @@ class Cell(Strict):
     def log(self) -> str:
         """Log file, relative to the report's folder."""
         return f"{LOGS_DIR}/{self.id}.log"
+
+    @property
+    def stacks(self) -> str:
+        """Where its processes stood when its time was over, relative to the report's folder."""
+        return f"{LOGS_DIR}/{self.id}.stacks.txt"
+
+    @property
+    def telemetry(self) -> str:
+        """Samples of the host while it ran, relative to the report's folder."""
+        return f"{TELEMETRY_DIR}/{self.id}.jsonl"
 
 
 class Executor(Strict):

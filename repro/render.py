@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from importlib import resources
 from typing import Any
 
 import jinja2
 
 from repro import text
+from repro.attempts import attempt_notes, session_seconds
 from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.effects_section import effects_section
@@ -20,11 +20,12 @@ from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
 from repro.noise_section import noise_sentence, steadiness_table
-from repro.plan import VISIBLE_DEVICES, Executor, shell_command
+from repro.plan import VISIBLE_DEVICES, Cell, Executor, shell_command
 from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.scaling_section import scaling_section
+from repro.telemetry_section import telemetry_section
 from repro.text import count_of, markdown_table
 from unilab.names import TRACE_FILE
 
@@ -81,6 +82,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "sensitivity": _sensitivity(evidence),
         "noise": noise_sentence(result.noise) if measured else "",
         "steadiness": steadiness_table(result),
+        "telemetry": telemetry_section(evidence.telemetry),
         "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
@@ -95,8 +97,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
 
 
 def _session(evidence: Evidence) -> str:
-    times = [datetime.fromisoformat(entry.time) for entry in evidence.journal]
-    took = f" in {text.duration((times[-1] - times[0]).total_seconds())}" if len(times) > 1 else ""
+    took = f" in {text.duration(session_seconds(evidence.journal))}" if len(evidence.journal) > 1 else ""
     ran = sum(entry.event == "cell_ended" for entry in evidence.journal)
     return f"on {evidence.plan.created[:10]} (UTC){took}, {count_of(ran, 'run')} one after the other"
 
@@ -181,9 +182,15 @@ def _sensitivity(evidence: Evidence) -> str:
 
 def _problems(evidence: Evidence) -> str:
     rows = [
-        [item.cell.id, item.status.replace("_", " "), item.reason or text.NOTHING] for item in missing_cells(evidence)
+        [item.cell.id, item.status.replace("_", " "), (item.reason or text.NOTHING) + _stacks(evidence, item.cell)]
+        for item in missing_cells(evidence)
     ]
     return markdown_table(("cell", "status", "reason"), rows, "lll") if rows else ""
+
+
+def _stacks(evidence: Evidence, cell: Cell) -> str:
+    """A link to where the processes of a cell stood, where that is known."""
+    return f" ([stacks]({cell.stacks}))" if cell.stacks in evidence.inputs else ""
 
 
 def _benchmarks(evidence: Evidence) -> str:
@@ -200,6 +207,7 @@ def _notes(evidence: Evidence) -> list[str]:
         for item in evidence.cells
         if item.ceiling_reason is not None
     ]
+    notes += attempt_notes(evidence.journal)
     for item in evidence.plan.matrix.comparisons:
         difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
         if difference is not None:

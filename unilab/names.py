@@ -53,6 +53,9 @@ def rank_tag(tag: str, rank: int) -> str:
     return f"Perf/rank{rank}/{tag.removeprefix('Perf/')}"
 
 
+# What makes a process of the trainer print its Python stacks; the number differs between systems.
+STACKS_SIGNAL = "SIGUSR2"
+
 # Exit codes of every command line.
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--trace", "--timeout", "--executor", "--image"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--resume", "--executor", "--image"),
         *("--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],

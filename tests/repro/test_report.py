@@ -37,7 +37,7 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Noise", "Cases"),
+        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Noise", "Host while it ran", "Cases"),
         *("Environment", "Limits", "Inputs and verification"),
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
