@@ -7,8 +7,9 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO, cast
 
 from repro.arguments import build_parser
@@ -64,6 +65,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _plan(arguments, trainer)
         case "run":
             return _run(arguments, trainer)
+        case "ab":
+            from repro.ab import ab
+
+            return ab(arguments, trainer, _run_plan)
         case "analyze":
             return _analyze(arguments)
         case "probe":
@@ -153,7 +158,13 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
     return load_matrix(name)
 
 
-def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
+def _run_plan(
+    arguments: argparse.Namespace,
+    plan: Plan,
+    host: Host,
+    trainer: Sequence[str],
+    roots: Mapping[str, Path] = MappingProxyType({}),
+) -> int:
     from rich.console import Console
 
     from repro.benchmarks import LIMIT_SECONDS
@@ -161,6 +172,7 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
+    from repro.render import side_notes
     from repro.report import write_report
     from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
 
@@ -175,12 +187,14 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     sys.stdout.flush()
     journal, view = start_session(plan, host, out_dir), SessionView(plan, Console())
     interrupted = run_cells(
-        plan, journal, out_dir, view, trainer=trainer, inherited=os.environ, fail_fast=arguments.fail_fast
+        plan, journal, out_dir, view, trainer=trainer, inherited=os.environ, fail_fast=arguments.fail_fast, roots=roots
     )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
     stages = bounding_stages(report.evidence)
-    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, f"{out_dir / REPORT_FILE}", following)))
+    page = f"{out_dir / REPORT_FILE}"
+    sys.stdout.write(_lines(side_notes(report.evidence)))
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, page, following, plan.labels)))
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from repro.errors import UsageError
 from repro.host import Host
@@ -96,6 +97,8 @@ class Plan(Strict):
         timeout_seconds: Limit for one cell.
         estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
+        sources: The code of each case where cases are commits, as `repro ab` has them; else empty.
+        remarks: What a reader must know about these.
     """
 
     schema_version: Literal[1]
@@ -107,6 +110,23 @@ class Plan(Strict):
     timeout_seconds: float
     estimated_seconds: float
     cells: tuple[Cell, ...]
+    sources: dict[str, Source] = Field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only some plans have."""
+        content: dict[str, Any] = serialize(self)
+        return {key: value for key, value in content.items() if value or key not in ("sources", "remarks")}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What cases that are commits are called, as in ``B (abc1234)``."""
+        return {case: f"{case.upper()} ({source.label})" for case, source in self.sources.items()}
+
+    def source_of(self, case: str) -> Source:
+        """The code of a case's cells."""
+        return self.sources.get(case, self.source)
 
     @property
     def runnable(self) -> tuple[Cell, ...]:
@@ -124,6 +144,8 @@ def make_plan(
     prefix: str | None = None,
     timeout: float | None = None,
     trainer: Sequence[str] = TRAINER,
+    sources: Mapping[str, Source] = MappingProxyType({}),
+    remarks: Sequence[str] = (),
     now: datetime | None = None,
 ) -> Plan:
     """Plan a matrix for a host; starts nothing.
@@ -137,6 +159,8 @@ def make_plan(
         prefix: Start of every cell's id.
         timeout: Limit for one cell in seconds; None takes the matrix's.
         trainer: Start of the command.
+        sources: The code of each case where it is not `source`.
+        remarks: About these.
         now: Time of planning; None takes the clock.
 
     Raises:
@@ -166,6 +190,8 @@ def make_plan(
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
         estimated_seconds=round(probes + each * len(able) + ceilings, 1),
         cells=cells,
+        sources=dict(sources),
+        remarks=tuple(remarks),
     )
 
 
@@ -180,6 +206,8 @@ def check_plan(plan: Plan) -> None:
     unplanned = [case.name for case in plan.matrix.cases if case.name not in recorded]
     if unplanned:
         raise UsageError(f"{PLAN_FILE}: case {unplanned[0]!r} has no cell; write the plan again with repro run")
+    if plan.sources and plan.sources.keys() != recorded.keys():
+        raise UsageError(f"{PLAN_FILE}: sources names {', '.join(plan.sources)}, its cases are {', '.join(recorded)}")
     placements = {case.name: recorded[case.name] for case in plan.matrix.cases}
     order = _order(plan.matrix, placements)
     if len(order) != len(plan.cells):
@@ -215,8 +243,10 @@ def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
 
 
 def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
-    """A cell's command as a shell takes it, with variables before it."""
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    """A cell's command as a shell takes it, with variables before it; where cases are commits, also a checkout's."""
+    own = plan.sources.get(cell.case)
+    code = {} if own is None else {"PYTHONPATH": f"checkout_of_{own.label.replace(' ', '_')}"}
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted({**variables, **code}.items())]
     return " ".join([*assigned, shlex.join([*plan.trainer, *cell.arguments])])
 
 

@@ -17,6 +17,7 @@ from unilab import names
 
 STAMP_FILE = "source_stamp.json"
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a checkout dirty; a report being written does not
+TRAINER_SUFFIXES = (".py", ".c", ".yaml", ".xml")  # as the trainer counts its own in `command.json`
 SOURCE_SUFFIXES = (".py", ".c", ".yaml", ".xml", ".toml", ".j2")
 
 
@@ -29,6 +30,8 @@ class Source(Strict):
         dirty: Whether the sources differ from the commit, or None when unknown.
         diff_sha256: Hash of that difference, or None.
         sources_sha256: Hash over the installed files of both packages.
+        trainer: Folder of the trainer package that cells import, redacted; None in files of older versions.
+        trainer_sha256: Hash over that package, as its runs write it; None likewise.
     """
 
     origin: Literal["git", "stamp", "hash"]
@@ -36,11 +39,18 @@ class Source(Strict):
     dirty: bool | None
     diff_sha256: str | None
     sources_sha256: str
+    trainer: str | None = None
+    trainer_sha256: str | None = None
 
     @property
     def short(self) -> str:
         """Seven characters of the commit, or ``src`` and seven of the source hash."""
         return self.commit[:7] if self.commit else f"src{self.sources_sha256[:7]}"
+
+    @property
+    def label(self) -> str:
+        """The same, and whether there are changes."""
+        return f"{self.short} with changes" if self.dirty else self.short
 
 
 class _Stamp(Strict):
@@ -85,6 +95,15 @@ def sources_sha256(project: Path) -> str:
         for path in sorted(p for p in (project / package).rglob("*") if p.suffix in SOURCE_SUFFIXES):
             digest.update(f"{path.relative_to(project).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def trainer_sha256(package: Path) -> str:
+    """Hash over names and contents of the trainer's source files, equal to `source_sha256` of its `command.json`."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in TRAINER_SUFFIXES):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from repro.benchmarks import run_benchmarks
 from repro.ceiling import record_ceiling
@@ -18,6 +19,7 @@ from repro.journal import Journal, Outcome
 from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
+from repro.matrix import AB_MATRIX
 from repro.plan import Cell, Plan
 from repro.redact import Redactor
 from repro.result import Result, missing_cells
@@ -30,14 +32,15 @@ REPORTS = Path("reports")
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
     """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
-    where it is about learning.
+    where it is about learning or commits. Of commits it has both.
     """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
-    if plan.matrix.learning and what != plan.matrix.name:
+    if (plan.matrix.learning or plan.sources) and what != plan.matrix.name:
         what = f"{plan.matrix.name}_{what}"
-    return REPORTS / f"{plan.created[:10]}_{what}_{plan.source.short}"
+    code = "_".join(source.short for source in plan.sources.values()) or plan.source.short
+    return REPORTS / f"{plan.created[:10]}_{what}_{code}"
 
 
 def create_out_dir(wanted: Path) -> Path:
@@ -105,6 +108,7 @@ def run_cells(
     inherited: Mapping[str, str],
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
+    roots: Mapping[str, Path] = MappingProxyType({}),
 ) -> bool:
     """Run the probes, then every cell that the host can hold.
 
@@ -119,13 +123,17 @@ def run_cells(
         inherited: The environment that cells inherit.
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
+        roots: Folder that a case imports the trainer from, where it is not this installation's. Probes take that of
+            the last case.
 
     Returns:
         Whether the session was interrupted.
     """
-    with _signals_interrupt(), view:
+    with signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            probed = run_probes(
+                plan, journal, out_dir, view.note, inherited, grace, roots.get(plan.matrix.cases[-1].name)
+            )
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -137,7 +145,8 @@ def run_cells(
                 return True
             for cell in plan.runnable:
                 view.started(cell)
-                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                environment = cell_environment(inherited, cell, roots.get(cell.case))
+                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, environment, grace)
                 view.ended(evidence, ended.seconds)
                 if interrupted:
                     journal.write("session_interrupted")
@@ -165,11 +174,11 @@ def _run_one(
     journal: Journal,
     out_dir: Path,
     trainer: Sequence[str],
-    inherited: Mapping[str, str],
+    environment: Mapping[str, str],
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
-    command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
+    command = [*trainer, *cell.arguments]
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
     interrupted = ended.outcome == "interrupted"
@@ -226,8 +235,9 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
         return f"look for the fault: curves in the report, events in {out_dir / RUNS_DIR}"
     verify = shlex.join([program, "verify", str(out_dir)])
     if result.smoke:
-        measuring = "learning" if result.learning else "single"
-        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix {measuring}"
+        measuring = "run --matrix learning" if result.learning else "run --matrix single"
+        command = "ab REF_A REF_B" if result.matrix == AB_MATRIX else measuring
+        return f"{verify}; to measure, run this on a host with a GPU: {program} {command}"
     return verify
 
 
@@ -236,8 +246,8 @@ def _any_number(result: Result) -> bool:
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the session as Ctrl-C does: a stopped container or closed terminal leaves no cell.
+def signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP stop what runs inside as Ctrl-C does: a stopped container or terminal leaves no cell.
 
     A signal that is ignored stays so, as SIGHUP under nohup.
     """

@@ -88,6 +88,7 @@ def run_probes(
     say: Callable[[str], None],
     inherited: Mapping[str, str],
     grace: float = GRACE_SECONDS,
+    root: Path | None = None,
 ) -> Status:
     """Run all probes of a matrix and keep what they found.
 
@@ -98,6 +99,7 @@ def run_probes(
         say: Shows a line.
         inherited: The environment that cells inherit.
         grace: Seconds between SIGTERM and SIGKILL.
+        root: Folder that the trainer is imported from; None takes this installation's.
 
     Returns:
         `passed`, also without a probe; `failed` if any did; `interrupted` as soon as one was.
@@ -106,7 +108,7 @@ def run_probes(
     for asked in planned_probes(plan):
         journal.write("probe_started", probe=asked.probe)
         log = out_dir / log_file(asked.probe)
-        found = run_probe(asked, cell_environment(inherited, _widest(plan)), out_dir, log, grace)
+        found = run_probe(asked, cell_environment(inherited, _widest(plan), root), out_dir, log, grace)
         Redactor(out_dir).file(log)
         record = _keep(out_dir, asked, found)
         entry = journal.write(
