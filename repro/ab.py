@@ -21,11 +21,10 @@ from repro.host import Host, find_host
 from repro.matrix import AB_MATRIX, Case, Comparison, Matrix, adjust, load_matrix
 from repro.plan import Plan, make_plan
 from repro.provenance import Source, find_source
-from repro.redact import AB_FOLDER
+from repro.redact import AB_FOLDER, PROJECT
 from unilab.names import EXIT_OK
 
-SIDES = ("a", "b")
-MOST_WARMUPS = 9  # that a matrix may have
+MOST_WARMUPS = 8  # the even number below what a matrix may have
 SAME_TRAINER = "Both commits have the same trainer, so that a difference of their rates is the host's."
 PROBES_OF_B = "Probes ran with the code of b, the change."
 NO_PROBES = "No probe ran: the trainer of b has none."
@@ -68,9 +67,10 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
     if arguments.require_gpu and host.gpu_unusable is not None:
         raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
     base = _choose(arguments.matrix, host)
-    require_repository()
+    require_repository(PROJECT)
     with signals_interrupt(), tempfile.TemporaryDirectory(prefix=AB_FOLDER) as folder:
-        code = {side: lay_out(ref, Path(folder) / side) for side, ref in _refs(arguments).items()}
+        refs = {"a": arguments.ref_a, "b": arguments.ref_b}
+        code = {side: lay_out(ref, Path(folder) / side, PROJECT) for side, ref in refs.items()}
         refuse_same(code["a"], code["b"])
         matrix = ab_matrix(base, code)
         plan = make_plan(
@@ -88,7 +88,7 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
         if arguments.dry_run:
             sys.stdout.write("".join(f"{line}\n" for line in [*plan_lines(plan), *plan.remarks]))
             return EXIT_OK
-        words = [] if arguments.out is None else ["--out", str(arguments.out)]
+        words = [] if arguments.out is None else [f"--out={arguments.out}"]
         with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
             roots = {side: one.root for side, one in code.items()}
             return run_plan(build_parser().parse_args(["run", *words]), plan, host, trainer, roots)
@@ -124,7 +124,7 @@ def ab_matrix(base: Matrix, code: Mapping[str, Code]) -> Matrix:
             "name": AB_MATRIX,
             "reason": f"Does {labels['b']} (b) train faster than {labels['a']} (a)? "
             f"Case {case.name} of matrix {base.name}, in turn.",
-            "warmup": min(len(SIDES) * base.warmup, MOST_WARMUPS - 1),
+            "warmup": min(2 * base.warmup, MOST_WARMUPS),
             "benchmarks": False,
             "probes": base.probes if code["b"].has_probes else (),
             "comparisons": tuple(comparisons),
@@ -145,10 +145,6 @@ def remarks(base: Matrix, matrix: Matrix, code: Mapping[str, Code]) -> list[str]
     if base.probes:
         found.append(PROBES_OF_B if matrix.probes else NO_PROBES)
     return [*found, *([CEILINGS] if matrix.ceiling else [])]
-
-
-def _refs(arguments: argparse.Namespace) -> dict[str, str]:
-    return dict(zip(SIDES, (arguments.ref_a, arguments.ref_b), strict=True))
 
 
 def _choose(asked: str, host: Host) -> Matrix:

@@ -18,7 +18,6 @@ from typing import Any
 from repro.errors import UsageError
 from repro.launch import trainer_environment
 from repro.provenance import SOURCES, STAMP_FILE, Source, find_source, sources_sha256, trainer_sha256
-from repro.redact import PROJECT
 
 WORKING_TREE = "."
 LIMIT_SECONDS = 120.0
@@ -51,7 +50,7 @@ class Code:
     has_probes: bool
 
 
-def require_repository(project: Path = PROJECT) -> None:
+def require_repository(project: Path) -> None:
     """Refuse an installation that is no checkout.
 
     Raises:
@@ -62,7 +61,7 @@ def require_repository(project: Path = PROJECT) -> None:
         raise UsageError("this suite is not installed from its git repository; clone it and run repro there")
 
 
-def lay_out(ref: str, root: Path, project: Path = PROJECT) -> Code:
+def lay_out(ref: str, root: Path, project: Path) -> Code:
     """Put the code that `ref` names into the new folder `root`, and let its trainer say which code it is.
 
     Args:
@@ -97,6 +96,8 @@ def _resolve(ref: str, project: Path) -> str:
 
 def _extract(commit: str, root: Path, project: Path) -> None:
     present = _git(project, "ls-tree", "--name-only", commit, "--", *SOURCES).decode().split()
+    if not present:
+        return  # and without names, git would archive everything
     with tarfile.open(fileobj=io.BytesIO(_git(project, "archive", "--format=tar", commit, *present))) as archive:
         archive.extractall(root, filter="data")
 

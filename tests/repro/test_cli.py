@@ -24,6 +24,10 @@ COMMANDS = {
         *SELECTION,
         *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
     ],
+    "ab": [
+        *("REF_A", "REF_B", "--matrix", "--repeats", "--iterations"),
+        *("--out", "--override", "--require-gpu", "--dry-run"),
+    ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
