@@ -21,11 +21,15 @@ from repro.provenance import SOURCES, STAMP_FILE, Source, find_source, sources_s
 
 WORKING_TREE = "."
 LIMIT_SECONDS = 120.0
-# What a commit's own trainer says about itself, in the environment of its runs.
+# What a commit's own trainer says about itself, in the environment of its runs. An editable installation offers the
+# modules that a package of the same name elsewhere lacks, so it matters where they lie.
 LOOK = """
 import importlib.util, json, pathlib, unilab
 package = pathlib.Path(unilab.__file__).resolve().parent
-found = {name: importlib.util.find_spec(f"unilab.{name}") is not None for name in ("train", "probes")}
+def has(name):
+    spec = importlib.util.find_spec(f"unilab.{name}")
+    return spec is not None and spec.origin is not None and package in pathlib.Path(spec.origin).resolve().parents
+found = {name: has(name) for name in ("train", "probes")}
 from unilab.provenance import git_facts, source_sha256
 print(json.dumps({"package": str(package), **found, "git": git_facts(package.parent), "sources": source_sha256()}))
 """

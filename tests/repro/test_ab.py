@@ -25,7 +25,7 @@ from repro.evidence import Evidence, differing_settings, mixed_cases, read_evide
 from repro.layout import PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
-from repro.redact import Redactor
+from repro.redact import AB_FOLDER, Redactor
 from repro.render import side_notes
 from repro.result import Result
 from repro.schema import canonical_json, read_model
@@ -37,7 +37,7 @@ SLOW, FAST = 10_000, 15_000
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folder in which code is laid out; nothing may be left there."""
+    """Folder in which code is laid out; none may be left there."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     folder = tmp_path / "tmp"
@@ -45,7 +45,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
-    assert list(folder.iterdir()) == []
+    assert list(folder.glob(f"{AB_FOLDER}*")) == []
 
 
 @pytest.fixture
@@ -58,7 +58,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def use(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ab_module, "PROJECT", project)
     monkeypatch.chdir(project.parent)
-    monkeypatch.setattr(ab_module, "find_host", make_host)
     (project.parent / "base.toml").write_text(MATRIX)
     return project
 
@@ -182,8 +181,15 @@ def test_the_working_tree_is_compared_with_its_changes(
     ],
 )
 def test_what_cannot_be_compared_is_one_line_with_its_code(
-    words: list[str], code: int, message: str, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    message: str,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(ab_module, "find_host", make_host)
     assert main(["ab", *words, "--out", "out"]) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("matrix ")]
     assert len(lines) == 1 and message in lines[0]
