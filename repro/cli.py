@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO, cast
 
 from repro.arguments import build_parser
@@ -73,6 +74,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             from repro.scaling import scaling
 
             return scaling(arguments, trainer, _run_plan)
+        case "ab":
+            from repro.ab import ab
+
+            return ab(arguments, trainer, _run_plan)
         case "analyze":
             return _analyze(arguments)
         case "probe":
@@ -214,6 +219,7 @@ def _run_plan(
     trainer: Sequence[str],
     runner: Callable[[Cell], Runner] = local_runner,
     finished: Mapping[str, CellEvidence] | None = None,
+    roots: Mapping[str, Path] = MappingProxyType({}),
 ) -> int:
     """Run a session to its report; `finished` is given where one is resumed: the cells that it has already."""
     from rich.console import Console
@@ -223,6 +229,7 @@ def _run_plan(
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
+    from repro.render import side_notes
     from repro.report import write_report
     from repro.resume import claim, reopen_session
     from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
@@ -252,11 +259,14 @@ def _run_plan(
             runner=runner,
             fail_fast=arguments.fail_fast,
             finished=finished or {},
+            roots=roots,
         )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
     stages = bounding_stages(report.evidence)
-    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, f"{out_dir / REPORT_FILE}", following)))
+    page = f"{out_dir / REPORT_FILE}"
+    sys.stdout.write(_lines(side_notes(report.evidence)))
+    sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, page, following, plan.labels)))
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code

@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 
 from repro.errors import UsageError
-from repro.evidence import EVENT_FILE_MARK, Evidence
+from repro.evidence import EVENT_FILE_MARK, PLACED, Evidence
 from repro.host import Host
 from repro.matrix import Matrix
 from repro.result import Result
-from repro.run_files import read_json
+from repro.run_files import flatten, read_json
 from repro.spin import NOISE_LIMIT
 from repro.verify import Verification, check_folder
 from unilab.names import CONFIG_FILE
 
 MATRIX_SETTINGS = ("algo", "task", "sim", "iterations", "interval", "ceiling", "overrides")
 CASE_SETTINGS = ("gpus", "workers", "overrides", "environment")
-# Settings of a run that say where it runs, not what it does.
-PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
 ADVICE = "run the baseline's settings, or take a new baseline"
 
 
@@ -75,6 +73,8 @@ def read_side(folder: Path) -> Side:
         raise UsageError(f"{folder} does not verify: {check.problems[0]}{more}; see repro verify {folder}")
     assert check.report is not None
     evidence, result = check.report.evidence, check.report.result
+    if evidence.plan.sources:
+        raise UsageError(f"{folder} compares two commits and has its own verdict; give a report of repro run")
     source = evidence.plan.source
     return Side(
         name=str(folder),
@@ -173,14 +173,6 @@ def _settings(folder: Path, evidence: Evidence) -> dict[str, dict[str, Any]]:
     for item in evidence.cells:
         if item.status == "measured" and item.cell.case not in found:
             found[item.cell.case] = flatten(read_json(folder / item.cell.run / CONFIG_FILE))
-    return found
-
-
-def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested mapping by dotted key; lists are leaves."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 

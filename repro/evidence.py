@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
@@ -30,7 +30,7 @@ from repro.layout import (
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
-from repro.run_files import find_value, read_json
+from repro.run_files import find_value, flatten, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
 from repro.telemetry import Sample, read_telemetry
@@ -44,6 +44,8 @@ OTHER_CODE = "other_code"
 COPIED_EVENTS = "copied_events"
 EVENT_FILE_MARK = "tfevents"
 GIT_FACTS = ("commit", "dirty", "diff_sha256")
+# Settings of a run that say where it runs, not what it does.
+PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
 # A run's folder as the trainer may record it: relative, or in a folder that was made absolute and then replaced.
 LOG_DIR = re.compile(r"^(training\.log_dir=)(?:\.|[/<].*)/(runs/[^/]+)$")
 STATUSES = (
@@ -73,6 +75,7 @@ class CellEvidence:
         learning: Its learning curves, or None where the matrix is not about learning.
         ceiling: Env steps/s of the physics alone, or None.
         ceiling_reason: Why a ceiling that the matrix asks for is missing, or None.
+        config: The run's resolved settings, or None without a number.
     """
 
     cell: Cell
@@ -84,6 +87,7 @@ class CellEvidence:
     learning: Learning | None = None
     ceiling: float | None = None
     ceiling_reason: str | None = None
+    config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +260,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
         learning=learning,
         ceiling=ceiling,
         ceiling_reason=None if missing is None else relative_text(missing, out_dir),
+        config=config,
     )
 
 
@@ -303,10 +308,11 @@ def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | 
     if not command:
         return f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
     ran = {name: find_value(command, "git", name) for name in GIT_FACTS}
-    planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
+    source = plan.source_of(cell.case)
+    planned = {name: getattr(source, name) for name in GIT_FACTS}
     if ran != planned:
         return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
-    trainer = plan.source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
+    trainer = source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
     if trainer is not None and command.get("source_sha256") != trainer:
         found = _short(f"{command.get('source_sha256')}")
         return f"{OTHER_CODE}: ran trainer sources {found}, but the plan was made for {_short(trainer)}"
@@ -387,13 +393,35 @@ def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, 
     )
 
 
-def mixed_cases(cells: tuple[CellEvidence, ...], one: str, other: str) -> str | None:
-    """Say what differs between the code of two cases' measured cells, or None."""
-    first = [
-        next((item.fingerprint for item in cells if item.cell.case == case and item.status == "measured"), None)
-        for case in (one, other)
+def mixed_cases(evidence: Evidence, one: str, other: str) -> str | None:
+    """Say what differs between the code of two cases' measured cells, or None.
+
+    Where cases are commits, only versions that both record must be equal.
+    """
+    a, b = (_first(evidence, case, "fingerprint") for case in (one, other))
+    if evidence.plan.sources:
+        common = {name for name in a.keys() & b.keys() if name.startswith("versions.")}
+        a, b = ({name: side[name] for name in common} for side in (a, b))
+    return _difference(a, b) if a and b else None
+
+
+def differing_settings(evidence: Evidence) -> list[str]:
+    """Settings that both of two compared commits have and that resolve differently, where cases are commits."""
+    if not evidence.plan.sources:
+        return []
+    a, b = (flatten(_first(evidence, case, "config")) for case in evidence.plan.sources)
+    return [
+        f"{key} {json.dumps(a[key])} and {json.dumps(b[key])}"
+        for key in sorted(a.keys() & b.keys())
+        if key not in PLACED and a[key] != b[key]
     ]
-    return _difference(first[0], first[1]) if first[0] is not None and first[1] is not None else None
+
+
+def _first(evidence: Evidence, case: str, field: Literal["fingerprint", "config"]) -> Mapping[str, Any]:
+    """What the first measured run of a case recorded; empty without one."""
+    runs = (item for item in evidence.cells if item.cell.case == case and item.status == "measured")
+    found: Mapping[str, Any] | None = next((getattr(item, field) for item in runs), None)
+    return found or {}
 
 
 def _difference(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:

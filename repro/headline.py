@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
+from types import MappingProxyType
 
 from repro import text
 from repro.learning import WALKING_LENGTH
@@ -35,10 +36,18 @@ METRIC_NAMES: dict[Metric, str] = {
     "ceiling_share": "ceiling share",
 }
 ONE_RUN = "one run, no interval"
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-def headline(result: Result, matrix: Matrix) -> str:
-    """The answer of the matrix in one line."""
+def headline(result: Result, matrix: Matrix, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """The answer of the matrix in one line; `labels` are names of cases that are commits."""
+    said = _answer(result, matrix)
+    for case, label in labels.items():
+        said = said.replace(f"`{case}`", label)
+    return said
+
+
+def _answer(result: Result, matrix: Matrix) -> str:
     if result.verdict == "probe_failed":
         return _failed_probe(result)
     parts = [_incomplete(result)] if result.verdict == "incomplete" else []
@@ -128,7 +137,14 @@ def mean_of(cells: list[CellResult], field: str) -> float | None:
     return fmean(values) if values else None
 
 
-def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], report: str, next_step: str) -> list[str]:
+def closing_lines(
+    result: Result,
+    matrix: Matrix,
+    stages: Mapping[str, str],
+    report: str,
+    next_step: str,
+    labels: Mapping[str, str] = NO_LABELS,
+) -> list[str]:
     """The six last lines of ``repro run``; the last one is the report's path alone. `stages` say what bounds a case."""
     cases = [*(item.numerator for item in matrix.comparisons), *(case.name for case in matrix.cases)]
     stage = next((stages[case] for case in cases if case in stages), None)
@@ -137,7 +153,7 @@ def closing_lines(result: Result, matrix: Matrix, stages: Mapping[str, str], rep
         f"{sum(probe.passed for probe in result.probes)} of {len(result.probes)} passed" if result.probes else "none"
     )
     return [
-        f"{smoke}{headline(result, matrix)}".replace("`", ""),
+        f"{smoke}{headline(result, matrix, labels)}".replace("`", ""),
         f"share of the physics ceiling: {ceiling_shares(result) or 'not measured'}",
         f"bounding stage: {stage.replace('`', '') if stage else 'not measured'}",
         f"probes: {probes}",

@@ -74,21 +74,24 @@ def local_runner(cell: Cell) -> Runner:
     return run_cell
 
 
-def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
+def cell_environment(inherited: Mapping[str, str], cell: Cell, root: Path | None = None) -> dict[str, str]:
     """The environment of a cell: `trainer_environment`, then what the cell sets."""
-    return {**trainer_environment(inherited), **cell.environment}
+    return {**trainer_environment(inherited, root), **cell.environment}
 
 
-def trainer_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+def trainer_environment(inherited: Mapping[str, str], root: Path | None = None) -> dict[str, str]:
     """The inherited environment without `CLEARED`, in which the trainer's package is found.
 
     The child runs in the report's folder, so relative entries of PYTHONPATH are made absolute, and a trainer that is
-    imported from a checkout is put first: the cell imports the package that `repro doctor` names.
+    imported from a checkout is put first: the cell imports the package that `repro doctor` names. With a `root` it is
+    the package in there.
     """
     environment = {name: value for name, value in inherited.items() if name not in CLEARED}
     entries = [str(Path(entry).resolve()) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     package = trainer_package()
-    if package is not None and package.parent.name not in ("site-packages", "dist-packages"):
+    if root is not None:
+        entries.insert(0, str(root))
+    elif package is not None and package.parent.name not in ("site-packages", "dist-packages"):
         entries.insert(0, str(package.parent))
     if entries:
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))

@@ -28,6 +28,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and by
 # Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
 Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
 CEILING_METRICS = ("ceiling", "ceiling_share")
+AB_MATRIX = "ab"  # the one that `repro ab` makes
 MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
 

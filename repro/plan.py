@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Annotated, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from repro.errors import UsageError
 from repro.host import Host
@@ -133,6 +134,8 @@ class Plan(Strict):
         estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
         executor: What starts them.
+        sources: The code of each case where cases are commits, as `repro ab` has them; else empty.
+        remarks: What a reader must know about these.
     """
 
     schema_version: Literal[1]
@@ -145,6 +148,8 @@ class Plan(Strict):
     estimated_seconds: float
     cells: tuple[Cell, ...]
     executor: Executor = LOCAL
+    sources: dict[str, Source] = Field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _cpusets(self) -> Self:
@@ -154,6 +159,21 @@ class Plan(Strict):
             if cell.cpuset is not None and not set(cell.cpuset) > set(cell.cpu_ids or ()):
                 raise ValueError(f"cell {cell.id!r}: its cpuset must hold its workers' CPUs and one for its learner")
         return self
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only some plans have."""
+        content: dict[str, Any] = serialize(self)
+        return {key: value for key, value in content.items() if value or key not in ("sources", "remarks")}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What cases that are commits are called, as in ``B (abc1234)``."""
+        return {case: f"{case.upper()} ({source.label})" for case, source in self.sources.items()}
+
+    def source_of(self, case: str) -> Source:
+        """The code of a case's cells."""
+        return self.sources.get(case, self.source)
 
     @property
     def runnable(self) -> tuple[Cell, ...]:
@@ -172,6 +192,8 @@ def make_plan(
     timeout: float | None = None,
     trainer: Sequence[str] = TRAINER,
     executor: Executor = LOCAL,
+    sources: Mapping[str, Source] = MappingProxyType({}),
+    remarks: Sequence[str] = (),
     now: datetime | None = None,
 ) -> Plan:
     """Plan a matrix for a host; starts nothing.
@@ -186,6 +208,8 @@ def make_plan(
         timeout: Limit for one cell in seconds; None takes the matrix's.
         trainer: Start of the command.
         executor: What starts cells.
+        sources: The code of each case where it is not `source`.
+        remarks: About these.
         now: Time of planning; None takes the clock.
 
     Raises:
@@ -218,6 +242,8 @@ def make_plan(
         estimated_seconds=round(probes + each * len(able) + ceilings, 1),
         cells=cells,
         executor=executor,
+        sources=dict(sources),
+        remarks=tuple(remarks),
     )
 
 
@@ -232,6 +258,8 @@ def check_plan(plan: Plan) -> None:
     unplanned = [case.name for case in plan.matrix.cases if case.name not in recorded]
     if unplanned:
         raise UsageError(f"{PLAN_FILE}: case {unplanned[0]!r} has no cell; write the plan again with repro run")
+    if plan.sources and plan.sources.keys() != recorded.keys():
+        raise UsageError(f"{PLAN_FILE}: sources names {', '.join(plan.sources)}, its cases are {', '.join(recorded)}")
     placements = {case.name: recorded[case.name] for case in plan.matrix.cases}
     order = _order(plan.matrix, placements)
     if len(order) != len(plan.cells):
@@ -267,8 +295,10 @@ def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
 
 
 def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
-    """A cell's command as a shell takes it, with variables before it."""
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    """A cell's command as a shell takes it, with variables before it; where cases are commits, also a checkout's."""
+    own = plan.sources.get(cell.case)
+    code = {} if own is None else {"PYTHONPATH": f"checkout_of_{own.label.replace(' ', '_')}"}
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted({**variables, **code}.items())]
     return " ".join([*assigned, shlex.join([*plan.trainer, *cell.arguments])])
 
 

@@ -55,6 +55,11 @@ class Source(Strict):
             return UNKNOWN
         return f"{self.commit}-dirty" if self.dirty else self.commit
 
+    @property
+    def label(self) -> str:
+        """The same, and whether there are changes."""
+        return f"{self.short} with changes" if self.dirty else self.short
+
 
 class _Stamp(Strict):
     commit: str

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
+AB_FOLDER = "repro-ab-"  # start of the name of a temporary folder with the code of two commits
+_AB_CODE = re.compile(rf"(?:/[\w.-]+)+/{AB_FOLDER}\w+/[a-z](?![\w.-])")
 TEXT_SUFFIXES = (".json", ".jsonl", ".log", ".txt", ".TXT")
 
 
@@ -28,6 +30,7 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Return `text` with every path and name replaced; a name counts only where no letter or digit touches it."""
+        text = _AB_CODE.sub("<project>", text)
         for path, placeholder in self._paths:
             text = re.sub(rf"{re.escape(path)}(?![\w.-])", placeholder, text)
         for name, placeholder in self._names:

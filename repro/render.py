@@ -12,7 +12,7 @@ from repro.attempts import attempt_notes, session_seconds
 from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
 from repro.effects_section import effects_section
-from repro.evidence import Evidence, mixed_cases
+from repro.evidence import Evidence, differing_settings, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import METRIC_NAMES, ceiling_share, headline
 from repro.host import Host, gpu_links
@@ -56,10 +56,13 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
     """Everything the template shows, as finished text; empty where a section has nothing to say."""
     matrix = evidence.plan.matrix
     measured = any(group.n for group in result.groups)
-    what = f"{matrix.algo} on {matrix.task} ({matrix.sim}), matrix {matrix.name}"
+    labels = evidence.plan.labels
+    what = (
+        f"{matrix.algo} on {matrix.task} ({matrix.sim}), {' against '.join(labels.values()) or f'matrix {matrix.name}'}"
+    )
     return {
         "title": f"{'SMOKE: ' if result.smoke else ''}{what}",
-        "headline": f"**{headline(result, matrix)}**",
+        "headline": f"**{headline(result, matrix, labels)}**",
         "smoke": result.smoke,
         "question": matrix.reason,
         "session": _session(evidence),
@@ -209,9 +212,10 @@ def _notes(evidence: Evidence) -> list[str]:
     ]
     notes += attempt_notes(evidence.journal)
     for item in evidence.plan.matrix.comparisons:
-        difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
+        difference = mixed_cases(evidence, item.denominator, item.numerator)
         if difference is not None:
             notes.append(f"{item.name}: no ratio, since the two cases ran different code: {difference}")
+    notes += side_notes(evidence)
     traces = [name for name in evidence.inputs if name.startswith(f"{RUNS_DIR}/") and name.endswith(f"/{TRACE_FILE}")]
     if traces:
         notes.append(
@@ -228,6 +232,13 @@ def _notes(evidence: Evidence) -> list[str]:
             "the journal lists them."
         )
     return notes
+
+
+def side_notes(evidence: Evidence) -> list[str]:
+    """What a reader must know about two commits that are compared; empty where cases are no commits."""
+    found = differing_settings(evidence)
+    other = f"The commits do not do the same work: settings of a and b are {'; '.join(found)}."
+    return [*evidence.plan.remarks, *([other] if found else [])]
 
 
 def _cases(evidence: Evidence) -> str:
@@ -259,7 +270,8 @@ def _commands(evidence: Evidence) -> list[str]:
 def _environment(evidence: Evidence) -> str:
     host = evidence.host
     rows = [
-        ["code", _code(evidence.plan.source)],
+        *([f"code of {case}", _code(source)] for case, source in evidence.plan.sources.items()),
+        ["code of the suite" if evidence.plan.sources else "code", _code(evidence.plan.source)],
         *([["trainer", evidence.plan.source.trainer]] if evidence.plan.source.trainer else []),
         *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
@@ -321,9 +333,10 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
         *_not_looked_at(evidence),
     ]
-    if evidence.plan.source.dirty:
+    sources = list(evidence.plan.sources.values()) or [evidence.plan.source]
+    if any(source.dirty for source in sources):
         limits.append("The sources had uncommitted changes: the commit alone does not reproduce these numbers.")
-    if evidence.plan.source.commit is None:
+    if any(source.commit is None for source in sources):
         limits.append("The commit is unknown; the source hash is all that identifies the code.")
     return limits
 

@@ -266,7 +266,7 @@ def _compare(evidence: Evidence, matrix: Matrix, item: Comparison) -> Comparison
         below, above = ({repeat: side[repeat] for repeat in both} for side in (below, above))
     n = min(len(below), len(above))
     old, new = ([side[repeat] for repeat in sorted(side)] for side in (below, above))
-    if n == 0 or mixed_cases(evidence.cells, item.denominator, item.numerator):
+    if n == 0 or mixed_cases(evidence, item.denominator, item.numerator):
         return _comparison(item, None, None, None, n, "insufficient_data")
     if n == 1:
         return _comparison(item, geometric_mean(new) / geometric_mean(old), None, None, n, "insufficient_data")

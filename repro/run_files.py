@@ -125,3 +125,11 @@ def find_count(content: Mapping[str, Any], section: str, key: str) -> int | None
     """The integer from 1 to `MOST` at `content[section][key]`, or None where there is none."""
     value = find_value(content, section, key)
     return value if type(value) is int and 1 <= value <= MOST else None
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested mapping by dotted key; lists are leaves."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

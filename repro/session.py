@@ -19,6 +19,7 @@ from repro.late import examine
 from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_runner, signals_interrupt
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
+from repro.matrix import AB_MATRIX
 from repro.plan import Cell, Plan
 from repro.redact import Redactor
 from repro.result import Result, missing_cells
@@ -32,14 +33,15 @@ REPORTS = Path("reports")
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
     """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
-    where it is about learning.
+    where it is about learning or commits. Of commits it has both.
     """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
-    if plan.matrix.learning and what != plan.matrix.name:
+    if (plan.matrix.learning or plan.sources) and what != plan.matrix.name:
         what = f"{plan.matrix.name}_{what}"
-    return REPORTS / f"{plan.created[:10]}_{what}_{plan.source.short}"
+    code = "_".join(source.short for source in plan.sources.values()) or plan.source.short
+    return REPORTS / f"{plan.created[:10]}_{what}_{code}"
 
 
 def create_out_dir(wanted: Path) -> Path:
@@ -111,6 +113,7 @@ def run_cells(
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
     finished: Mapping[str, CellEvidence] = MappingProxyType({}),
+    roots: Mapping[str, Path] = MappingProxyType({}),
 ) -> bool:
     """Run the probes, then every cell that the host can hold.
 
@@ -127,13 +130,16 @@ def run_cells(
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
         finished: Cells of a resumed session that are not run again, by id.
+        roots: Folder that a case imports the trainer from, where it is not this installation's. Probes take that of
+            the last case.
 
     Returns:
         Whether the session was interrupted.
     """
     with signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
+            root = roots.get(plan.matrix.cases[-1].name)
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner, root)
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -149,8 +155,9 @@ def run_cells(
                     continue
                 _put_aside(out_dir, cell)
                 view.started(cell)
+                environment = cell_environment(inherited, cell, roots.get(cell.case))
                 evidence, ended, interrupted = _run_one(
-                    plan, cell, journal, out_dir, trainer, inherited, runner(cell), grace
+                    plan, cell, journal, out_dir, trainer, environment, runner(cell), grace
                 )
                 view.ended(evidence, ended.seconds)
                 if interrupted:
@@ -195,12 +202,12 @@ def _run_one(
     journal: Journal,
     out_dir: Path,
     trainer: Sequence[str],
-    inherited: Mapping[str, str],
+    environment: Mapping[str, str],
     run: Runner,
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
-    command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
+    command = [*trainer, *cell.arguments]
     log = out_dir / cell.log
     late = partial(examine, run_dir=out_dir / cell.run, log=log, stacks=out_dir / cell.stacks)
     gpus = () if plan.matrix.smoke else cell.gpus
@@ -264,8 +271,9 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
         return f"look for the fault: curves in the report, events in {out_dir / RUNS_DIR}"
     verify = shlex.join([program, "verify", str(out_dir)])
     if result.smoke:
-        measuring = "learning" if result.learning else "single"
-        return f"{verify}; to measure, run this on a host with a GPU: {program} run --matrix {measuring}"
+        measuring = "run --matrix learning" if result.learning else "run --matrix single"
+        command = "ab REF_A REF_B" if result.matrix == AB_MATRIX else measuring
+        return f"{verify}; to measure, run this on a host with a GPU: {program} {command}"
     return verify
 
 

@@ -89,6 +89,7 @@ def run_probes(
     inherited: Mapping[str, str],
     grace: float = GRACE_SECONDS,
     runner: Callable[[Cell], Runner] = local_runner,
+    root: Path | None = None,
 ) -> Status:
     """Run the probes of a matrix and keep what they found; those that passed before a session was resumed stay.
 
@@ -100,6 +101,7 @@ def run_probes(
         inherited: The environment that cells inherit.
         grace: Seconds between SIGTERM and SIGKILL.
         runner: Gives what runs a cell's commands, here the widest cell's.
+        root: Folder that the trainer is imported from; None takes this installation's.
 
     Returns:
         `passed`, also without a probe; `failed` if any did; `interrupted` as soon as one was.
@@ -112,7 +114,8 @@ def run_probes(
         journal.write("probe_started", probe=asked.probe)
         log = out_dir / log_file(asked.probe)
         widest = _widest(plan)
-        found = run_probe(asked, cell_environment(inherited, widest), out_dir, log, grace, runner(widest))
+        environment = cell_environment(inherited, widest, root)
+        found = run_probe(asked, environment, out_dir, log, grace, runner(widest))
         Redactor(out_dir).file(log)
         record = _keep(out_dir, asked, found)
         entry = journal.write(

@@ -14,6 +14,7 @@ Environment variables:
     FAKE_LENGTH   mean episode length that the run grows to, default 100; returns are a quarter of it
     FAKE_TRACKING set to anything: log both tracking errors
     FAKE_STATES   what `training.record_states` leaves: `ok` (real physics, standing still at first), `none`, `damaged`
+    FAKE_CODE     JSON of what command.json says about code, `git` and `source_sha256`
     FAKE_SECONDS  real seconds the process lives before it ends, default 0
 """
 
@@ -240,6 +241,7 @@ def _command(options: RunOptions) -> dict[str, Any]:
             "gpus": gpus,
             "platform": "Linux",
         },
+        **json.loads(os.environ.get("FAKE_CODE", "{}")),
     }
 
 

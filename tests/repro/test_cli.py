@@ -26,6 +26,10 @@ COMMANDS = {
         *("--require-gpu", "--fail-fast", "--dry-run"),
     ],
     "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],
+    "ab": [
+        *("REF_A", "REF_B", "--matrix", "--repeats", "--iterations"),
+        *("--out", "--override", "--require-gpu", "--dry-run"),
+    ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],

@@ -1,0 +1,172 @@
+"""`repro ab`: whether a change made training faster, by two commits that take turns on this host."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO, cast
+
+from repro.arguments import build_parser
+from repro.commits import WORKING_TREE, Code, lay_out, require_repository
+from repro.doctor import choose_matrix
+from repro.dry_run import plan_lines
+from repro.errors import HostUnfitError, UsageError
+from repro.host import Host, find_host
+from repro.matrix import AB_MATRIX, Case, Comparison, Matrix, adjust, load_matrix
+from repro.plan import Plan, make_plan
+from repro.provenance import Source, find_source
+from repro.redact import AB_FOLDER, PROJECT
+from unilab.names import EXIT_OK
+
+MOST_WARMUPS = 8  # the even number below what a matrix may have
+SAME_TRAINER = "Both commits have the same trainer, so that a difference of their rates is the host's."
+PROBES_OF_B = "Probes ran with the code of b, the change."
+NO_PROBES = "No probe ran: the trainer of b has none."
+CEILINGS = (
+    "Each side measures the physics ceiling of its runs with its own code: the ratio of ceilings is how the host "
+    "drifted, and what a change of the physics gives."
+)
+
+
+class RunPlan(Protocol):
+    """Runs a plan into the folder that its arguments name, as `repro run` does."""
+
+    def __call__(
+        self,
+        arguments: argparse.Namespace,
+        plan: Plan,
+        host: Host,
+        trainer: Sequence[str],
+        *,
+        roots: Mapping[str, Path],
+    ) -> int:
+        """Return the exit code."""
+
+
+def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan) -> int:
+    """Compare two commits in one session; both lie in a temporary folder meanwhile.
+
+    Args:
+        arguments: Of the command line.
+        trainer: Start of every run's command.
+        run_plan: Runs the plan.
+
+    Raises:
+        UsageError: For a ref, matrix or setting that cannot be used.
+        HostUnfitError: Where this host cannot hold the case.
+    """
+    from repro.launch import signals_interrupt
+    from repro.live import LastingStream
+
+    host, topology = find_host()
+    if arguments.require_gpu and host.gpu_unusable is not None:
+        raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
+    base = _choose(arguments.matrix, host)
+    require_repository(PROJECT)
+    with signals_interrupt(), tempfile.TemporaryDirectory(prefix=AB_FOLDER) as folder:
+        refs = {"a": arguments.ref_a, "b": arguments.ref_b}
+        code = {side: lay_out(ref, Path(folder) / side, PROJECT) for side, ref in refs.items()}
+        refuse_same(code["a"], code["b"])
+        matrix = ab_matrix(base, code)
+        plan = make_plan(
+            adjust(matrix, arguments.iterations, arguments.repeats, tuple(arguments.override)),
+            host,
+            topology,
+            find_source(),
+            inherited=list(os.environ),
+            trainer=trainer,
+            sources={side: one.source for side, one in code.items()},
+            remarks=remarks(base, matrix, code),
+        )
+        if not plan.runnable:
+            raise HostUnfitError(f"nothing was started: {plan.cells[0].skip_reason}; see repro doctor")
+        if arguments.dry_run:
+            sys.stdout.write("".join(f"{line}\n" for line in [*plan_lines(plan), *plan.remarks]))
+            return EXIT_OK
+        words = [] if arguments.out is None else [f"--out={arguments.out}"]
+        with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
+            roots = {side: one.root for side, one in code.items()}
+            return run_plan(build_parser().parse_args(["run", *words]), plan, host, trainer, roots=roots)
+
+
+def refuse_same(a: Code, b: Code) -> None:
+    """Refuse to compare code with itself.
+
+    Raises:
+        UsageError: Naming it.
+    """
+    if (a.source.commit, a.source.diff_sha256) == (b.source.commit, b.source.diff_sha256):
+        raise UsageError(
+            f"{a.ref} and {b.ref} are the same code, {a.source.label}; name two commits, "
+            f"or {WORKING_TREE} for a working tree with changes"
+        )
+
+
+def ab_matrix(base: Matrix, code: Mapping[str, Code]) -> Matrix:
+    """A matrix of one case in two versions, with a warm-up for each of both.
+
+    Args:
+        base: Its settings are kept, and its case of most ranks, the first where several have as many.
+        code: Of sides a and b.
+    """
+    case = _widest(base)
+    labels = {side: one.source.label for side, one in code.items()}
+    comparisons = [Comparison(name="change", numerator="b", denominator="a", gate=True)]
+    if base.ceiling:
+        comparisons.append(Comparison(name="host", metric="ceiling", numerator="b", denominator="a"))
+    return base.model_copy(
+        update={
+            "name": AB_MATRIX,
+            "reason": f"Does {labels['b']} (b) train faster than {labels['a']} (a)? "
+            f"Case {case.name} of matrix {base.name}, in turn.",
+            "warmup": min(2 * base.warmup, MOST_WARMUPS),
+            "benchmarks": False,
+            "probes": base.probes if code["b"].has_probes else (),
+            "comparisons": tuple(comparisons),
+            "cases": tuple(_case(case, side, one.source) for side, one in code.items()),
+        }
+    )
+
+
+def remarks(base: Matrix, matrix: Matrix, code: Mapping[str, Code]) -> list[str]:
+    """What a reader must know about both commits, one sentence each."""
+    a, b = code["a"], code["b"]
+    found = [SAME_TRAINER] if a.source.trainer_sha256 == b.source.trainer_sha256 else []
+    differing = sorted({_package(item) for item in a.dependencies ^ b.dependencies})
+    if differing:
+        found.append(
+            f"The commits ask for different dependencies ({', '.join(differing)}); both ran with those installed here."
+        )
+    if base.probes:
+        found.append(PROBES_OF_B if matrix.probes else NO_PROBES)
+    return [*found, *([CEILINGS] if matrix.ceiling else [])]
+
+
+def _choose(asked: str, host: Host) -> Matrix:
+    """The matrix whose case is compared; which case, and why this matrix, is said on stderr."""
+    name, why = choose_matrix(host) if asked == "auto" else (asked, "asked for")
+    matrix = load_matrix(name)
+    if matrix.learning:
+        raise UsageError(f"--matrix {asked} asks what policies learn and gives no verdict on speed; name another")
+    print(f"matrix {matrix.name}: {why}; case {_widest(matrix).name}", file=sys.stderr)
+    return matrix
+
+
+def _widest(matrix: Matrix) -> Case:
+    return max(matrix.cases, key=lambda case: len(case.gpus))
+
+
+def _case(case: Case, side: str, source: Source) -> Case:
+    reason = f"Commit {source.label}, case {case.name}."
+    return case.model_copy(update={"name": side, "reason": reason})
+
+
+def _package(requirement: str) -> str:
+    found = re.match(r"[\w.-]+", requirement)
+    return found[0] if found else requirement
