@@ -22,7 +22,7 @@ from unilab.names import CONFIG_FILE
 
 NOISE_LIMIT = 0.05  # of the standard deviation of log ceilings, above which rates say too little about the code
 MATRIX_SETTINGS = ("algo", "task", "sim", "iterations", "interval", "ceiling", "overrides")
-CASE_SETTINGS = ("gpus", "workers", "overrides", "environment")
+CASE_SETTINGS = ("gpus", "workers", "pools", "overrides", "environment")
 # Settings of a run that say where it runs, not what it does.
 PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
 ADVICE = "run the baseline's settings, or take a new baseline"

@@ -18,7 +18,7 @@ class MatrixFit(Strict):
         matrix: Its name.
         fits: Whether every case can be held.
         estimated_seconds: Expected duration of what can be held.
-        reasons: Why cases are skipped, one line for each.
+        reasons: Why cases are skipped, one line for each reason, with the cases that it holds for.
     """
 
     matrix: str
@@ -78,19 +78,24 @@ def doctor_lines(found: Diagnosis) -> list[str]:
     lines = [f"{name + ':':<11}{value}" for name, value in pairs]
     for fit in found.matrices:
         answer = f"fits, about {text.duration(fit.estimated_seconds)}" if fit.fits else "does not fit"
-        lines.append(f"{'matrix:':<11}{fit.matrix} {answer}")
-        lines += [f"{'':<11}  {reason}" for reason in fit.reasons]
+        only = f": {fit.reasons[0]}" if len(fit.reasons) == 1 else ""
+        lines.append(f"{'matrix:':<11}{fit.matrix} {answer}{only}")
+        lines += [f"{'':<11}  {reason}" for reason in fit.reasons if not only]
     return lines
 
 
 def _fit(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> MatrixFit:
     plan = make_plan(matrix, host, topology, find_source())
-    reasons = dict.fromkeys(f"{cell.case}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None)
+    skipped = {cell.case: cell.skip_reason for cell in plan.cells if cell.skip_reason is not None}
+    cases = {reason: [name for name, own in skipped.items() if own == reason] for reason in skipped.values()}
     return MatrixFit(
         matrix=matrix.name,
-        fits=not reasons,
+        fits=not skipped,
         estimated_seconds=plan.estimated_seconds,
-        reasons=tuple(reasons),
+        reasons=tuple(
+            f"{'every case' if len(names) == len(matrix.cases) > 1 else ', '.join(names)}: {reason}"
+            for reason, names in cases.items()
+        ),
     )
 
 

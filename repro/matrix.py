@@ -28,6 +28,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and by
 # Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
 Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
 CEILING_METRICS = ("ceiling", "ceiling_share")
+Workers = Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all_but_one", "all", "auto"]
+FIXED_WORK = ("algo.num_envs", "algo.batch_size")  # what all ranks together keep in strong scaling
 MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
 
@@ -60,6 +62,9 @@ OWNED_KEYS = {
     "training.dp_collector_cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
+# Keys of a case that came later, with the value they have where they are not set.
+LATER: dict[str, Any] = {"pools": 1}
+
 
 class Case(Strict):
     """One configuration to measure.
@@ -70,8 +75,9 @@ class Case(Strict):
         gpus: Positions within the visible GPUs, one rank each; empty means the CPU. In a smoke matrix several positions
             only say how many ranks there are, no GPU is looked for.
         workers: Physics threads per rank: a count, ``default`` (an equal share of the allowed CPUs for each rank of the
-            matrix's widest case, less one that stays free for the rank's learner) or ``all`` (a share of the case's own
-            ranks).
+            matrix's widest case, less one that stays free for the rank's learner), ``all_but_one`` (the same of a share
+            of the case's own ranks), ``all`` (that whole share) or ``auto`` (no CPU is named, the trainer chooses).
+        pools: Pools of `workers` that each rank has, as one: 2 for a rank with the CPUs of two.
         overrides: Trainer overrides in Hydra's grammar, after the matrix's own.
         environment: Variables set for the trainer.
     """
@@ -79,7 +85,8 @@ class Case(Strict):
     name: Name
     reason: Reason
     gpus: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = ()
-    workers: Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all"] = "default"
+    workers: Workers = "default"
+    pools: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
@@ -105,6 +112,23 @@ class Case(Strict):
                 raise ValueError(f"{name} changes the code that is measured; install what a case needs instead")
             plain_line(value)
         return environment
+
+    @model_validator(mode="after")
+    def _pooled(self) -> Self:
+        if self.workers == "auto" and self.pools > 1:
+            raise ValueError(f"pools = {self.pools} needs CPUs that the suite names; take out workers = 'auto'")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Pools of all its ranks: in so many shares its CPUs are split at least."""
+        return max(1, len(self.gpus)) * self.pools
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what most cases do not set and older files do not have."""
+        content: dict[str, Any] = serialize(self)
+        return {key: value for key, value in content.items() if key not in LATER or value != LATER[key]}
 
 
 class Comparison(Strict):
@@ -135,6 +159,7 @@ class Matrix(Strict):
         reason: The question it answers.
         smoke: Runs the trainer's CPU smoke mode; never a benchmark.
         learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
+        strong: All cases have the same environments and batch in all, however many ranks share them: strong scaling.
         algo: Algorithm of every case.
         task: Task of every case.
         sim: Physics backend of every case.
@@ -158,6 +183,7 @@ class Matrix(Strict):
     reason: Reason
     smoke: bool
     learning: bool = False
+    strong: bool = False
     algo: Name
     task: Name
     sim: Name
@@ -211,7 +237,21 @@ class Matrix(Strict):
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what older files do not have, so that their bytes stay what they were."""
         content: dict[str, Any] = serialize(self)
-        return {key: value for key, value in content.items() if value or key not in ("learning", "probes")}
+        return {key: value for key, value in content.items() if value or key not in ("learning", "strong", "probes")}
+
+    @model_validator(mode="after")
+    def _fixed_work(self) -> Self:
+        for key in FIXED_WORK if self.strong else ():
+            totals = {case.name: self._total(case, key) for case in self.cases}
+            if None in totals.values() or len(set(totals.values())) > 1:
+                found = ", ".join(f"{name} {total}" for name, total in totals.items())
+                raise ValueError(f"strong = true, but {key} of all ranks differs or is not set: {found}")
+        return self
+
+    def _total(self, case: Case, key: str) -> int | None:
+        """What an override of each rank makes of all ranks of a case, or None where it sets no whole number."""
+        values = [word.partition("=")[2] for word in (*self.overrides, *case.overrides) if word.startswith(f"{key}=")]
+        return int(values[-1]) * max(1, len(case.gpus)) if values and values[-1].isdecimal() else None
 
     @model_validator(mode="after")
     def _distinct_probes(self) -> Self:

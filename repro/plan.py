@@ -45,7 +45,8 @@ class Cell(Strict):
         warmup: Whether its number is discarded.
         content_sha256: Hash of everything that defines the run, independent of host and order.
         world_size: Ranks.
-        cpu_ids: CPUs of the physics workers, rank after rank, equally many each; None when skipped.
+        cpu_ids: CPUs of the physics workers, rank after rank, equally many each; none where the trainer chooses, None
+            when skipped.
         gpus: Entries of CUDA_VISIBLE_DEVICES.
         arguments: Arguments of the trainer, paths relative to the report's folder.
         environment: Variables set for the trainer.
@@ -66,11 +67,16 @@ class Cell(Strict):
 
     @property
     def pools(self) -> tuple[tuple[int, ...], ...]:
-        """CPUs of the physics workers of each rank; none when skipped."""
-        if self.cpu_ids is None:
+        """CPUs of the physics workers of each rank; none when skipped or where the trainer chooses."""
+        if not self.cpu_ids:
             return ()
         size = len(self.cpu_ids) // self.world_size
         return tuple(self.cpu_ids[rank * size : (rank + 1) * size] for rank in range(self.world_size))
+
+    @property
+    def chooses_cpus(self) -> bool:
+        """Whether the trainer chooses the CPUs itself."""
+        return self.cpu_ids == ()
 
     @property
     def run(self) -> str:
@@ -232,13 +238,13 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> dict[st
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
     gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
     offer = Offer(topology, host.cgroup_cpus, *gpus)
-    widest = max(len(case.gpus) for case in matrix.cases)
+    widest = max(case.width for case in matrix.cases)
     return {case.name: _place(case, offer, widest) for case in matrix.cases}
 
 
 def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
     try:
-        return place(case.workers, case.gpus, offer, widest)
+        return place(case.workers, case.gpus, offer, widest, case.pools)
     except CannotHoldError as error:
         return str(error)
 
@@ -299,6 +305,7 @@ def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
         "case": case.name,
         "repeat": repeat,
         "warmup": warmup,
+        **({"pools": case.pools} if case.pools > 1 else {}),
         **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()

@@ -149,7 +149,7 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
 
 
 def _widest(plan: Plan) -> Cell:
-    return max(plan.runnable, key=lambda cell: cell.world_size)
+    return max(plan.runnable or plan.cells, key=lambda cell: cell.world_size)
 
 
 def _keep(out_dir: Path, asked: Asked, found: Probed) -> ProbeRecord:
