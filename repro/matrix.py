@@ -20,11 +20,11 @@ from pydantic import (
 )
 
 from repro.errors import UsageError
-from repro.schema import Strict, nearest, parse_model
+from repro.foreign import ForeignKeys
+from repro.schema import Strict, nearest, parse_model, plain_line
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
 ProbeName = Literal["correctness", "communication", "nccl-capture"]
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
 # Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
 Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
 CEILING_METRICS = ("ceiling", "ceiling_share")
@@ -32,17 +32,6 @@ Workers = Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all_but_on
 FIXED_WORK = ("algo.num_envs", "algo.batch_size")  # what all ranks together keep in strong scaling
 MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
-
-
-def plain_line(text: str) -> str:
-    """Refuse text with control characters or line ends: it is printed, published and handed to programs.
-
-    Raises:
-        UsageError: With the text.
-    """
-    if CONTROL.search(text):
-        raise UsageError(f"{text!r} holds a control character or a line end; write it as one plain line")
-    return text
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(plain_line)]
@@ -63,10 +52,16 @@ OWNED_KEYS = {
 }
 
 # Keys of a case that came later, with the value they have where they are not set.
-LATER: dict[str, Any] = {"pools": 1}
+LATER: dict[str, Any] = {"pools": 1} | {
+    "command": [],
+    "event_tag": None,
+    "step_axis": None,
+    "events": None,
+    "affinity": False,
+}
 
 
-class Case(Strict):
+class Case(ForeignKeys):
     """One configuration to measure.
 
     Attributes:
@@ -117,6 +112,17 @@ class Case(Strict):
     def _pooled(self) -> Self:
         if self.workers == "auto" and self.pools > 1:
             raise ValueError(f"pools = {self.pools} needs CPUs that the suite names; take out workers = 'auto'")
+        return self
+
+    @model_validator(mode="after")
+    def _of_another_trainer(self) -> Self:
+        if self.foreign and self.overrides:
+            raise ValueError("overrides are this trainer's settings; write those of another into its command")
+        needing = [name for name, needs in (("{cpu_ids}", self.uses("cpu_ids")), ("affinity", self.affinity)) if needs]
+        if self.workers == "auto" and needing:
+            raise ValueError(f"{needing[0]} needs CPUs that the suite names; take out workers = 'auto'")
+        if self.uses("gpus") and not self.gpus:
+            raise ValueError("command has {gpus}, but the case names none; set gpus = [0]")
         return self
 
     @property
@@ -222,6 +228,22 @@ class Matrix(Strict):
                 raise ValueError(f"comparison {item.name!r} compares {item.numerator!r} with itself")
             if item.metric in CEILING_METRICS and not self.ceiling:
                 raise ValueError(f"comparison {item.name!r} needs the physics ceiling; set ceiling = true")
+        return self
+
+    @model_validator(mode="after")
+    def _only_of_this_trainer(self) -> Self:
+        foreign = [case.name for case in self.cases if case.foreign]
+        asked = "a learning report" if self.learning else "a total of strong scaling" if self.strong else None
+        if len(foreign) == len(self.cases) and (self.probes or self.ceiling):
+            asked = "probes" if self.probes else "a physics ceiling"
+        if foreign and asked is not None:
+            raise ValueError(f"case {foreign[0]!r} is of another trainer, which has no {asked.removeprefix('a ')}")
+        for item in self.comparisons:
+            name = next((name for name in (item.numerator, item.denominator) if name in foreign), None)
+            if name is not None and item.metric != "steps_per_second":
+                raise ValueError(
+                    f"comparison {item.name!r}: {name!r} is of another trainer, which has no {item.metric}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from repro.errors import UsageError
+from repro.foreign import fill_command
 from repro.host import Host
 from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.matrix import MOST_RANKS, Case, Matrix
@@ -51,6 +52,7 @@ class Cell(Strict):
         arguments: Arguments of the trainer, paths relative to the report's folder.
         environment: Variables set for the trainer.
         skip_reason: Why this host cannot hold it, or None.
+        foreign: Whether it is of another trainer; its arguments are then its whole command.
     """
 
     id: Annotated[str, Field(pattern=NAME)]
@@ -64,6 +66,7 @@ class Cell(Strict):
     arguments: tuple[str, ...]
     environment: dict[str, str]
     skip_reason: str | None
+    foreign: bool = False
 
     @property
     def pools(self) -> tuple[tuple[int, ...], ...]:
@@ -200,7 +203,7 @@ def check_plan(plan: Plan) -> None:
 
 def is_pinned(cell: Cell) -> bool:
     """Whether the trainer is told which CPUs to use; only where threads can be pinned."""
-    return any(argument.startswith(PINNING) for argument in cell.arguments)
+    return not cell.foreign and any(argument.startswith(PINNING) for argument in cell.arguments)
 
 
 def pinning(pools: Sequence[Sequence[int]]) -> str:
@@ -223,7 +226,15 @@ def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
 def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
     """A cell's command as a shell takes it, with variables before it."""
     assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
-    return " ".join([*assigned, shlex.join([*plan.trainer, *cell.arguments])])
+    trainer = () if cell.foreign else plan.trainer
+    if case_of(plan.matrix, cell).affinity:
+        trainer = ("taskset", "-c", ",".join(map(str, cell.cpu_ids or ())))  # the suite sets the same mask itself
+    return " ".join([*assigned, shlex.join([*trainer, *cell.arguments])])
+
+
+def case_of(matrix: Matrix, cell: Cell) -> Case:
+    """The case that a cell belongs to."""
+    return next(case for case in matrix.cases if case.name == cell.case)
 
 
 def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple[Case, int, int]]:
@@ -244,6 +255,8 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> dict[st
 
 def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
     try:
+        if case.affinity and sys.platform != "linux":
+            return "asks for affinity, which only Linux has"
         return place(case.workers, case.gpus, offer, widest, case.pools)
     except CannotHoldError as error:
         return str(error)
@@ -268,13 +281,18 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
         world_size=max(1, len(case.gpus)),
         cpu_ids=tuple(chain.from_iterable(pools)) if placed else None,
         gpus=gpus,
-        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", pools),
+        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", placed),
         environment={"PYTHONUNBUFFERED": "1", **visible, **case.environment},
         skip_reason=None if placed else str(placement),
+        foreign=case.foreign,
     )
 
 
-def _arguments(matrix: Matrix, case: Case, run: str, pools: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+def _arguments(matrix: Matrix, case: Case, run: str, placed: Placement | None) -> tuple[str, ...]:
+    pools = placed.pools if placed else ()
+    if case.foreign:
+        gpus = placed.gpus if placed else ()
+        return fill_command(case.command, run, pools, gpus, matrix.iterations)
     # Threads can be pinned on Linux only; elsewhere the trainer refuses a list.
     pinned = any(pools) and sys.platform == "linux"
     return (
@@ -292,13 +310,17 @@ def _arguments(matrix: Matrix, case: Case, run: str, pools: tuple[tuple[int, ...
 
 def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
     """Hash of what a cell asks for; the same on every host and in every order."""
-    content = {
+    own = {
         "algo": matrix.algo,
         "task": matrix.task,
         "sim": matrix.sim,
         "smoke": matrix.smoke,
-        "iterations": matrix.iterations,
         "overrides": [*matrix.overrides, *case.overrides],
+        **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
+    }
+    content = {
+        **(case.content() if case.foreign else own),
+        "iterations": matrix.iterations,
         "environment": case.environment,
         "gpus": list(case.gpus),
         "workers": case.workers,
@@ -306,7 +328,6 @@ def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
         "repeat": repeat,
         "warmup": warmup,
         **({"pools": case.pools} if case.pools > 1 else {}),
-        **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
@@ -331,7 +352,7 @@ def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
             return name
     if not same_words(_unpinned(expected), _unpinned(found)):
         return "arguments"
-    pins = [word for word in found.arguments if word.startswith(PINNING)]
+    pins = [word for word in found.arguments if word.startswith(PINNING) and not found.foreign]
     if pins and pins != [pinning(found.pools)]:
         return pins[0].partition("=")[0]
     sides = [[f"{name}={value}" for name, value in sorted(cell.environment.items())] for cell in (expected, found)]
@@ -339,12 +360,12 @@ def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
 
 
 def _unpinned(cell: Cell) -> list[str]:
-    return [word for word in cell.arguments if not word.startswith(PINNING)]
+    return [word for word in cell.arguments if cell.foreign or not word.startswith(PINNING)]
 
 
 def _is_redacted(matrix: Matrix, case: Case) -> bool:
     """Whether what a user typed was replaced, so that the hash of it cannot be computed again."""
-    return any(map(PLACEHOLDER.search, [*matrix.overrides, *case.overrides, *case.environment.values()]))
+    return any(map(PLACEHOLDER.search, [*matrix.overrides, *case.overrides, *case.command, *case.environment.values()]))
 
 
 def _same_word(one: str, other: str) -> bool:

@@ -7,12 +7,14 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from repro.benchmarks import run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
+from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome
 from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
@@ -88,7 +90,13 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for cell in plan.cells
     )
     cases = tuple(
-        case.model_copy(update={"overrides": words(case.overrides), "environment": variables(case.environment)})
+        case.model_copy(
+            update={
+                "overrides": words(case.overrides),
+                "command": words(case.command),
+                "environment": variables(case.environment),
+            }
+        )
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
@@ -170,15 +178,19 @@ def _run_one(
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
+    if cell.foreign:
+        command = foreign_command(plan, cell, out_dir, Path.cwd())
+        environment = foreign_environment(inherited, cell)
     log = out_dir / cell.log
     ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
     interrupted = ended.outcome == "interrupted"
-    if plan.matrix.ceiling:
+    if plan.matrix.ceiling and not cell.foreign:
         interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
     redactor = Redactor(out_dir)
     redactor.file(log)
     run_dir = out_dir / cell.run
-    redacted = redactor.folder(run_dir) if run_dir.is_dir() else []
+    redact = partial(clean_folder, redactor=redactor) if cell.foreign else redactor.folder
+    redacted = redact(run_dir) if run_dir.is_dir() else []
     entry = journal.write(
         "cell_ended",
         cell=cell.id,
