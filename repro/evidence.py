@@ -293,6 +293,13 @@ def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | 
     planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
     if ran != planned:
         return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
+    trainer = plan.source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
+    if trainer is not None and command.get("source_sha256") != trainer:
+        found = _short(f"{command.get('source_sha256')}")
+        return f"{OTHER_CODE}: ran trainer sources {found}, but the plan was made for {_short(trainer)}"
+    if cell.cpuset is not None and command.get("affinity") != list(cell.cpuset):
+        planned_cpus, found_cpus = json.dumps(cell.cpuset), json.dumps(command.get("affinity"))
+        return f"{NOT_AS_PLANNED}: its container was planned with CPUs {planned_cpus}, the run says {found_cpus}"
     argv = command.get("argv")
     words = [LOG_DIR.sub(r"\1\2", str(word)) for word in argv] if isinstance(argv, list) else []
     if not same_words(cell.arguments, words):

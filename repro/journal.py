@@ -38,7 +38,8 @@ class Entry(Strict):
         cell: Id of the cell, for its two events.
         probe: Name of the probe, for its two events.
         outcome: How the cell or probe ended.
-        exit_code: Exit code of its process; negative for a signal; None where it was killed by the suite.
+        exit_code: Exit code of its process; negative for a signal; None where it was killed by the suite or a container
+            engine did not run it.
         seconds: Duration of its process, or of that of the micro-benchmarks.
         reason: Why the cell or probe did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from repro.journal import Outcome
 from repro.plan import CLEARED, Cell
@@ -48,6 +49,26 @@ class Ended:
     exit_code: int | None
     seconds: float
     reason: str | None
+
+
+class Runner(Protocol):
+    """Runs a command to its end, as `run_cell`."""
+
+    def __call__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        out_dir: Path,
+        log: Path,
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+    ) -> Ended:
+        """Run it."""
+
+
+def local_runner(cell: Cell) -> Runner:
+    """What runs a cell's commands on this host."""
+    return run_cell
 
 
 def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
@@ -93,7 +114,7 @@ def run_cell(
         How it ended. An interrupt (Ctrl-C) ends the process group too and is returned as the outcome `interrupted`.
     """
     began = time.monotonic()
-    with log.open("wb") as output, _interrupts_held() as let_interrupts_in:
+    with log.open("wb") as output, interrupts_held() as let_interrupts_in:
         process = subprocess.Popen(
             _tied(command),
             cwd=out_dir,
@@ -119,7 +140,29 @@ def _tied(command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
+def signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP act as Ctrl-C does: a stopped container or closed terminal leaves no cell.
+
+    A signal that is ignored stays so, as SIGHUP under nohup.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[Callable[[], None]]:
     """Keep interrupts back from here until the yielded function is called, which lets them in again, late ones first.
 
     So none can fall between the start of a process and the code that would end it. Handlers are replaced, not signals

@@ -11,14 +11,16 @@ import jinja2
 from repro import text
 from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
+from repro.effects_section import effects_section
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import METRIC_NAMES, ceiling_share, headline
-from repro.host import Host
+from repro.host import Host, gpu_links
 from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
-from repro.plan import VISIBLE_DEVICES, shell_command
+from repro.noise_section import noise_sentence, steadiness_table
+from repro.plan import VISIBLE_DEVICES, Executor, shell_command
 from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
@@ -72,6 +74,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
         "scaling": scaling_section(evidence.plan.matrix, result),
+        "effects": effects_section(matrix, result),
         "stages": "; ".join(bounding_stages(evidence).values()),
         "pool": pool_table(evidence) if measured else "",
         "learner": learner_table(evidence) if measured else "",
@@ -82,6 +85,8 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
+        "noise": noise_sentence(result.noise) if measured else "",
+        "steadiness": steadiness_table(result),
         "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
@@ -230,6 +235,8 @@ def _cases(evidence: Evidence) -> str:
         where = f"CPU {text.pools(cell.pools)}" if cell.pools else "this host cannot hold it"
         if cell.chooses_cpus:
             where = "the trainer's choice"
+        if cell.cpuset is not None:
+            where += f", container {text.cpu_list(cell.cpuset)}"
         gpus = ", ".join(map(str, case.gpus)) or "none"
         asked = f"{case.workers}" if case.pools == 1 else f"{case.pools} pools of {case.workers}"
         rows.append([case.name, gpus, asked, text.workers(cell.pools), where, case.reason])
@@ -254,11 +261,17 @@ def _environment(evidence: Evidence) -> str:
     host = evidence.host
     rows = [
         ["code", _code(evidence.plan.source)],
+        *([["trainer", evidence.plan.source.trainer]] if evidence.plan.source.trainer else []),
+        *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
+        ["sockets, NUMA nodes", f"{_known(host.sockets)}, {_known(host.numa_nodes)} among the allowed CPUs"],
+        ["frequency governor", _known(host.governor)],
         ["CPU time limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"],
         ["memory", _memory(host)],
         ["GPUs", ", ".join(f"{gpu.name} ({text.gib(gpu.memory_bytes)})" for gpu in host.gpus) or "none"],
+        *([["GPU clock, NUMA node", _gpu_places(host)]] if host.gpus else []),
+        *([["GPU links", gpu_links(host)]] if host.gpu_links else []),
         ["GPU driver", host.driver or "none"],
         ["system", host.platform],
         ["compiler", host.compiler or "none"],
@@ -266,6 +279,20 @@ def _environment(evidence: Evidence) -> str:
         *([f"${name}", value] for name, value in sorted(host.environment.items())),
     ]
     return markdown_table(("what", "value"), rows, "ll")
+
+
+def _gpu_places(host: Host) -> str:
+    """Highest clock and NUMA node of every GPU, as the driver and the kernel say."""
+    return ", ".join(f"{_known(gpu.max_sm_clock_mhz)} MHz at node {_known(gpu.numa_node)}" for gpu in host.gpus)
+
+
+def _known(value: int | str | None) -> str:
+    return "unknown" if value is None else f"{value}"
+
+
+def _containers(executor: Executor) -> list[list[str]]:
+    """The image of a session whose cells ran in containers."""
+    return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 
 def _code(source: Source) -> str:

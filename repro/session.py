@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from repro.benchmarks import run_benchmarks
+from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome
-from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
+from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_runner, signals_interrupt
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -100,7 +97,9 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
-    return plan.model_copy(update={"cells": cells, "matrix": matrix})
+    image = plan.executor.image
+    executor = plan.executor.model_copy(update={"image": image and redactor.text(image)})
+    return plan.model_copy(update={"cells": cells, "matrix": matrix, "executor": executor})
 
 
 def run_cells(
@@ -111,6 +110,7 @@ def run_cells(
     *,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    runner: Callable[[Cell], Runner] = local_runner,
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
 ) -> bool:
@@ -125,15 +125,16 @@ def run_cells(
         view: Shows what happens.
         trainer: Start of every command.
         inherited: The environment that cells inherit.
+        runner: Gives what runs a cell's commands.
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
 
     Returns:
         Whether the session was interrupted.
     """
-    with _signals_interrupt(), view:
+    with signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
@@ -145,7 +146,9 @@ def run_cells(
                 return True
             for cell in plan.runnable:
                 view.started(cell)
-                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(
+                    plan, cell, journal, out_dir, trainer, inherited, runner(cell), grace
+                )
                 view.ended(evidence, ended.seconds)
                 if interrupted:
                     journal.write("session_interrupted")
@@ -162,7 +165,11 @@ def run_cells(
 def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
     """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
     journal.write("benchmarks_started")
-    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    ended = None
+    if plan.executor.kind == "docker":
+        leave_out(out_dir, "runs are in containers, and their image holds no benchmarks")
+    else:
+        ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
     journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
     return ended.outcome if ended is not None else None
 
@@ -174,6 +181,7 @@ def _run_one(
     out_dir: Path,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    run: Runner,
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
@@ -182,10 +190,10 @@ def _run_one(
         command = foreign_command(plan, cell, out_dir, Path.cwd())
         environment = foreign_environment(inherited, cell)
     log = out_dir / cell.log
-    ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace)
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling and not cell.foreign:
-        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
     redactor = Redactor(out_dir)
     redactor.file(log)
     run_dir = out_dir / cell.run
@@ -245,25 +253,3 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
 
 def _any_number(result: Result) -> bool:
     return any(cell.steps_per_second is not None for cell in result.cells)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the session as Ctrl-C does: a stopped container or closed terminal leaves no cell.
-
-    A signal that is ignored stays so, as SIGHUP under nohup.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

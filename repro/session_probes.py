@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from repro.errors import UsageError
 from repro.journal import Entry, Journal
-from repro.launch import GRACE_SECONDS, cell_environment
+from repro.launch import GRACE_SECONDS, Runner, cell_environment, local_runner
 from repro.layout import JOURNAL_FILE, LOGS_DIR, PROBES_DIR
 from repro.matrix import ProbeName
 from repro.plan import Cell, Plan
@@ -89,6 +89,7 @@ def run_probes(
     say: Callable[[str], None],
     inherited: Mapping[str, str],
     grace: float = GRACE_SECONDS,
+    runner: Callable[[Cell], Runner] = local_runner,
 ) -> Status:
     """Run all probes of a matrix and keep what they found.
 
@@ -99,6 +100,7 @@ def run_probes(
         say: Shows a line.
         inherited: The environment that cells inherit.
         grace: Seconds between SIGTERM and SIGKILL.
+        runner: Gives what runs a cell's commands, here the widest cell's.
 
     Returns:
         `passed`, also without a probe; `failed` if any did; `interrupted` as soon as one was.
@@ -107,7 +109,8 @@ def run_probes(
     for asked in planned_probes(plan):
         journal.write("probe_started", probe=asked.probe)
         log = out_dir / log_file(asked.probe)
-        found = run_probe(asked, cell_environment(inherited, _widest(plan)), out_dir, log, grace)
+        widest = _widest(plan)
+        found = run_probe(asked, cell_environment(inherited, widest), out_dir, log, grace, runner(widest))
         Redactor(out_dir).file(log)
         record = _keep(out_dir, asked, found)
         entry = journal.write(

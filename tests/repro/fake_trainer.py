@@ -223,8 +223,8 @@ def _command(options: RunOptions) -> dict[str, Any]:
         "schema_version": names.SCHEMA_VERSION,
         "argv": list(options.argv),
         "environment": {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ},
-        "git": _git(),
-        "source_sha256": "f" * 64,
+        "git": {name: _planned_source()[name] for name in ("commit", "dirty", "diff_sha256")},
+        "source_sha256": _planned_source()["trainer_sha256"] or "f" * 64,
         "versions": {"python": "3.12.0", "torch": "2.13.0", "mujoco": "4.0.0", "numpy": "2.3.0"},
         "affinity": [0, 1],
         "host": {
@@ -237,12 +237,11 @@ def _command(options: RunOptions) -> dict[str, Any]:
     }
 
 
-def _git() -> dict[str, Any]:
+def _planned_source() -> dict[str, Any]:
     """The code that the plan in the working directory names, as a trainer of the same checkout finds it."""
-    facts: dict[str, Any] = {"commit": "0" * 40, "dirty": False, "diff_sha256": None}
     plan = Path("plan.json")
-    source = json.loads(plan.read_text(encoding="utf-8"))["source"] if plan.is_file() else facts
-    return {name: source[name] for name in facts}
+    found: dict[str, Any] = json.loads(plan.read_text(encoding="utf-8"))["source"] if plan.is_file() else {}
+    return {"commit": "0" * 40, "dirty": False, "diff_sha256": None, "trainer_sha256": "f" * 64} | found
 
 
 def _manifest(options: RunOptions) -> dict[str, Any]:

@@ -126,6 +126,11 @@ def slower(record: dict[str, Any]) -> None:
         ),
         (
             CEILING_FILE,
+            lambda r: r["ceilings"]["pools"][1]["iterations"].__setitem__(-1, 59),
+            "ceilings: its pools stepped states of different iterations",
+        ),
+        (
+            CEILING_FILE,
             lambda r: r.update(ceiling=r["ceilings"]["pools"][0], ceilings=None),
             "ranks of the run: 2, pools of the ceiling: 1",
         ),

@@ -21,7 +21,7 @@ from repro.foreign import fill_command
 from repro.foreign_run import clean_folder
 from repro.layout import PLAN_FILE, RESULT_FILE
 from repro.matrix import Matrix, load_matrix, parse_matrix
-from repro.plan import Plan, check_plan, make_plan
+from repro.plan import Executor, Plan, check_plan, make_plan
 from repro.redact import Redactor
 from repro.result import Result
 from repro.schema import canonical_json, read_model
@@ -252,6 +252,16 @@ def test_the_example_can_be_planned_and_shown() -> None:
     assert {cell.foreign for cell in plan.cells if cell.case == "here"} == {False}
     assert {cell.skip_reason for cell in example_plan(0).cells} == {
         "asks for GPU position 0, but the driver lists no GPU"
+    }
+
+
+def test_another_trainer_is_not_in_the_image_of_containers() -> None:
+    host, topology = make_host(16, 1)
+    executor = Executor(kind="docker", image="suite", image_id="sha256:1")
+    plan = make_plan(load_matrix(str(EXAMPLE)), host, topology, SOURCE, executor=executor)
+    assert {cell.case for cell in plan.runnable} == {"here"}
+    assert {cell.skip_reason for cell in plan.cells if cell.foreign} == {
+        "is of another trainer, which the image does not hold; run it with --executor local"
     }
 
 

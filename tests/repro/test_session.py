@@ -25,13 +25,14 @@ from session_builder import (
 from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.journal import read_journal
+from repro.launch import signals_interrupt
 from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.manifest import read_manifest
 from repro.matrix import TRACE_OVERRIDE, load_matrix
 from repro.plan import make_plan
 from repro.result import Result, compute_result
 from repro.schema import canonical_json, read_model
-from repro.session import _signals_interrupt, create_out_dir, default_out_dir, exit_code, published_plan
+from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
 from unilab.names import TRACE_FILE
 
@@ -271,7 +272,7 @@ def test_a_report_folder_needs_a_name_that_can_be_printed(
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _signals_interrupt():
+        with signals_interrupt():
             signal.raise_signal(signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)

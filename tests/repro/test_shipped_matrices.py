@@ -7,7 +7,7 @@ from session_builder import SOURCE, make_host
 
 from repro.dry_run import plan_lines
 from repro.matrix import builtin_names, load_matrix, matrix_of_cases
-from repro.plan import Cell, Plan, check_plan, make_plan
+from repro.plan import Cell, Executor, Plan, check_plan, make_plan
 from repro.schema import canonical_json, parse_model
 from unilab.config import load_config
 
@@ -126,6 +126,14 @@ def test_an_ablation_changes_one_thing_of_its_base_and_one_gpu_skips_transports(
 def test_the_trainers_own_choice_of_cpus_is_shown_as_that() -> None:
     (row,) = [line for line in plan_lines(plan_on("ablation", "one")) if " auto_cpus_r1 " in line]
     assert " auto  the trainer's choice  GPU-0  " in row
+
+
+def test_a_container_needs_cpus_that_the_suite_names() -> None:
+    host, topology = make_host(16, 1)
+    executor = Executor(kind="docker", image="suite", image_id="sha256:1")
+    found = skipped(make_plan(load_matrix("ablation"), host, topology, SOURCE, executor=executor))
+    assert found["auto_cpus"] == "names no CPUs for its container; run it with --executor local"
+    assert "base" not in found
 
 
 def test_strong_scaling_shares_out_one_total() -> None:

@@ -26,6 +26,7 @@ PROBES = {
     "nccl-capture": "unilab.probes.nccl_capture",
 }
 Probe = Callable[[Setting], tuple[list[Check], list[dict[str, Any]]]]
+MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each is a process with torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
         if arguments.compile_loss and arguments.smoke:
             raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
+        if arguments.smoke and arguments.world_size > MOST_ON_CPU:
+            raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
+        if arguments.output is not None and arguments.output.is_dir():
+            raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
         if arguments.output is not None and not arguments.output.parent.is_dir():
             raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     except LookupError as error:
