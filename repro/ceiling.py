@@ -174,13 +174,13 @@ def _measure(
     states = Path(cell.run) / STATES_FILE
     if not (out_dir / states).is_file():
         return None, CeilingRecord(reason=f"the run left no {STATES_FILE}")
-    pools = cell.pools if is_pinned(cell) else ()
-    if cell.world_size > 1 and not pools:
-        return None, CeilingRecord(reason="several pools are measured only where threads can be pinned")
     try:
         groups = find_value(read_json(out_dir / cell.run / CONFIG_FILE), "env", "physics_groups")
+        pools = _pools(cell, read_json(out_dir / cell.run / MANIFEST_FILE))
     except Refusal as refusal:
         return None, CeilingRecord(reason=str(refusal))
+    if cell.world_size > 1 and not pools:
+        return None, CeilingRecord(reason="several pools are measured only where threads can be pinned")
     options = () if groups is None else ("--groups", str(groups))
     seconds = min(SMOKE_SECONDS, SECONDS) if "training.smoke=true" in cell.arguments else SECONDS
     command = (states, environment, out_dir, seconds, *options)
@@ -273,7 +273,8 @@ def _deviation(
 ) -> str | None:
     """What the pool of a rank did that the run did not, or None."""
     of_rank = f"CPUs of rank {rank}" if cell.world_size > 1 else "CPUs"
-    planned = cell.pools[rank] if is_pinned(cell) else None
+    pools = _pools(cell, manifest)
+    planned = pools[rank] if pools else None
     asked: dict[str, tuple[Any, Any]] = {
         "algo.num_envs": (find_value(config, "algo", "num_envs"), found.num_envs),
         "env.physics_profile": (find_value(config, "env", "physics_profile"), found.profile),
@@ -292,6 +293,14 @@ def _deviation(
     if not all(one < other for one, other in pairwise((0, *found.iterations, most + 1))):
         return f"the ceiling's iterations do not ascend within those of the run, 1 to {most}"
     return None
+
+
+def _pools(cell: Cell, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """CPUs of each rank that are planned, or that the trainer chose; none where threads cannot be pinned."""
+    if not cell.chooses_cpus:
+        return cell.pools if is_pinned(cell) else ()
+    chosen = [_rank_cpus(manifest, rank) for rank in range(cell.world_size)]
+    return tuple(pool for pool in chosen if pool) if all(chosen) else ()
 
 
 def _rank_cpus(manifest: Mapping[str, Any], rank: int) -> tuple[Any, ...] | None:

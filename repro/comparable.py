@@ -13,6 +13,7 @@ import numpy as np
 
 from repro.errors import UsageError
 from repro.evidence import EVENT_FILE_MARK, PLACED, Evidence
+from repro.foreign import ForeignKeys
 from repro.host import Host
 from repro.matrix import Matrix
 from repro.result import Result
@@ -22,7 +23,7 @@ from repro.verify import Verification, check_folder
 from unilab.names import CONFIG_FILE
 
 MATRIX_SETTINGS = ("algo", "task", "sim", "iterations", "interval", "ceiling", "overrides")
-CASE_SETTINGS = ("gpus", "workers", "overrides", "environment")
+CASE_SETTINGS = ("gpus", "workers", "pools", "overrides", "environment", *ForeignKeys.model_fields)
 ADVICE = "run the baseline's settings, or take a new baseline"
 
 
@@ -171,7 +172,7 @@ def remarks(base: Side, current: Side) -> list[str]:
 def _settings(folder: Path, evidence: Evidence) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for item in evidence.cells:
-        if item.status == "measured" and item.cell.case not in found:
+        if item.status == "measured" and not item.cell.foreign and item.cell.case not in found:
             found[item.cell.case] = flatten(read_json(folder / item.cell.run / CONFIG_FILE))
     return found
 

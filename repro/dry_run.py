@@ -50,8 +50,8 @@ def _table(plan: Plan) -> str:
             str(number),
             cell.id,
             "warm-up, discarded" if cell.warmup else "skipped" if cell.skip_reason else "measured",
-            text.workers(cell.pools),
-            text.pools(cell.pools),
+            "auto" if cell.chooses_cpus else text.workers(cell.pools),
+            "the trainer's choice" if cell.chooses_cpus else text.pools(cell.pools),
             ",".join(cell.gpus) or "none",
             cell.content_sha256[:12],
         ]

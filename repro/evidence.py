@@ -14,6 +14,7 @@ from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
 from repro.errors import UsageError
 from repro.events import Reason, Refusal
+from repro.foreign_run import NO_CEILING, measure_foreign
 from repro.host import Host
 from repro.journal import Entry, read_journal
 from repro.layout import (
@@ -29,7 +30,7 @@ from repro.layout import (
 )
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
+from repro.plan import Cell, Plan, case_of, check_plan, is_pinned, pinning, same_words
 from repro.run_files import find_value, flatten, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
@@ -223,11 +224,23 @@ def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | 
         return verdict("interrupted", "the journal has no end of this cell")
     if entry.outcome != "exited":
         return verdict(str(entry.outcome), entry.reason)
-    if entry.exit_code == EXIT_HOST_UNFIT:
+    if entry.exit_code == EXIT_HOST_UNFIT and not cell.foreign:
         return verdict("host_unfit", entry.reason)
     if entry.exit_code != EXIT_OK:
         return verdict("failed", entry.reason)
-    return _measured(out_dir, plan, cell)
+    return _measured_foreign(out_dir, plan, cell) if cell.foreign else _measured(out_dir, plan, cell)
+
+
+def _measured_foreign(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
+    """A run of another trainer: its events are all that is known of it."""
+    status = "discarded" if cell.warmup else "measured"
+    try:
+        throughput = measure_foreign(out_dir / cell.run, case_of(plan.matrix, cell))
+    except Refusal as refusal:
+        reason = f"{refusal.code}: {relative_text(str(refusal), out_dir)}"
+        return CellEvidence(cell, "refused", reason, None, None, (out_dir / cell.run).is_dir())
+    missing = NO_CEILING if plan.matrix.ceiling and not cell.warmup else None
+    return CellEvidence(cell, status, None, throughput, None, has_run=True, ceiling_reason=missing)
 
 
 def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:

@@ -20,28 +20,19 @@ from pydantic import (
 )
 
 from repro.errors import UsageError
-from repro.schema import Strict, nearest, parse_model
+from repro.foreign import ForeignKeys
+from repro.schema import Strict, nearest, parse_model, plain_line
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
 ProbeName = Literal["correctness", "communication", "nccl-capture"]
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
 # Rates over all ranks, and the physics ceiling of a run: its rate, and the run's share of it.
 Metric = Literal["steps_per_second", "learner_rows_per_second", "ceiling", "ceiling_share"]
 CEILING_METRICS = ("ceiling", "ceiling_share")
 AB_MATRIX = "ab"  # the one that `repro ab` makes
+Workers = Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all_but_one", "all", "auto"]
+FIXED_WORK = ("algo.num_envs", "algo.batch_size")  # what all ranks together keep in strong scaling
 MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
-
-
-def plain_line(text: str) -> str:
-    """Refuse text with control characters or line ends: it is printed, published and handed to programs.
-
-    Raises:
-        UsageError: With the text.
-    """
-    if CONTROL.search(text):
-        raise UsageError(f"{text!r} holds a control character or a line end; write it as one plain line")
-    return text
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(plain_line)]
@@ -61,8 +52,17 @@ OWNED_KEYS = {
     "training.dp_collector_cpu_ids": "use workers in the case; placement picks the CPUs of this host",
 }
 
+# Keys of a case that came later, with the value they have where they are not set.
+LATER: dict[str, Any] = {"pools": 1} | {
+    "command": [],
+    "event_tag": None,
+    "step_axis": None,
+    "events": None,
+    "affinity": False,
+}
 
-class Case(Strict):
+
+class Case(ForeignKeys):
     """One configuration to measure.
 
     Attributes:
@@ -71,8 +71,9 @@ class Case(Strict):
         gpus: Positions within the visible GPUs, one rank each; empty means the CPU. In a smoke matrix several positions
             only say how many ranks there are, no GPU is looked for.
         workers: Physics threads per rank: a count, ``default`` (an equal share of the allowed CPUs for each rank of the
-            matrix's widest case, less one that stays free for the rank's learner) or ``all`` (a share of the case's own
-            ranks).
+            matrix's widest case, less one that stays free for the rank's learner), ``all_but_one`` (the same of a share
+            of the case's own ranks), ``all`` (that whole share) or ``auto`` (no CPU is named, the trainer chooses).
+        pools: Pools of `workers` that each rank has, as one: 2 for a rank with the CPUs of two.
         overrides: Trainer overrides in Hydra's grammar, after the matrix's own.
         environment: Variables set for the trainer.
     """
@@ -80,7 +81,8 @@ class Case(Strict):
     name: Name
     reason: Reason
     gpus: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = ()
-    workers: Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all"] = "default"
+    workers: Workers = "default"
+    pools: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
@@ -106,6 +108,34 @@ class Case(Strict):
                 raise ValueError(f"{name} changes the code that is measured; install what a case needs instead")
             plain_line(value)
         return environment
+
+    @model_validator(mode="after")
+    def _pooled(self) -> Self:
+        if self.workers == "auto" and self.pools > 1:
+            raise ValueError(f"pools = {self.pools} needs CPUs that the suite names; take out workers = 'auto'")
+        return self
+
+    @model_validator(mode="after")
+    def _of_another_trainer(self) -> Self:
+        if self.foreign and self.overrides:
+            raise ValueError("overrides are this trainer's settings; write those of another into its command")
+        needing = [name for name, needs in (("{cpu_ids}", self.uses("cpu_ids")), ("affinity", self.affinity)) if needs]
+        if self.workers == "auto" and needing:
+            raise ValueError(f"{needing[0]} needs CPUs that the suite names; take out workers = 'auto'")
+        if self.uses("gpus") and not self.gpus:
+            raise ValueError("command has {gpus}, but the case names none; set gpus = [0]")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Pools of all its ranks: in so many shares its CPUs are split at least."""
+        return max(1, len(self.gpus)) * self.pools
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what most cases do not set and older files do not have."""
+        content: dict[str, Any] = serialize(self)
+        return {key: value for key, value in content.items() if key not in LATER or value != LATER[key]}
 
 
 class Comparison(Strict):
@@ -136,6 +166,7 @@ class Matrix(Strict):
         reason: The question it answers.
         smoke: Runs the trainer's CPU smoke mode; never a benchmark.
         learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
+        strong: All cases have the same environments and batch in all, however many ranks share them: strong scaling.
         algo: Algorithm of every case.
         task: Task of every case.
         sim: Physics backend of every case.
@@ -159,6 +190,7 @@ class Matrix(Strict):
     reason: Reason
     smoke: bool
     learning: bool = False
+    strong: bool = False
     algo: Name
     task: Name
     sim: Name
@@ -200,6 +232,22 @@ class Matrix(Strict):
         return self
 
     @model_validator(mode="after")
+    def _only_of_this_trainer(self) -> Self:
+        foreign = [case.name for case in self.cases if case.foreign]
+        asked = "a learning report" if self.learning else "a total of strong scaling" if self.strong else None
+        if len(foreign) == len(self.cases) and (self.probes or self.ceiling):
+            asked = "probes" if self.probes else "a physics ceiling"
+        if foreign and asked is not None:
+            raise ValueError(f"case {foreign[0]!r} is of another trainer, which has no {asked.removeprefix('a ')}")
+        for item in self.comparisons:
+            name = next((name for name in (item.numerator, item.denominator) if name in foreign), None)
+            if name is not None and item.metric != "steps_per_second":
+                raise ValueError(
+                    f"comparison {item.name!r}: {name!r} is of another trainer, which has no {item.metric}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_question(self) -> Self:
         if self.learning and self.comparisons:
             raise ValueError(
@@ -212,7 +260,21 @@ class Matrix(Strict):
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what older files do not have, so that their bytes stay what they were."""
         content: dict[str, Any] = serialize(self)
-        return {key: value for key, value in content.items() if value or key not in ("learning", "probes")}
+        return {key: value for key, value in content.items() if value or key not in ("learning", "strong", "probes")}
+
+    @model_validator(mode="after")
+    def _fixed_work(self) -> Self:
+        for key in FIXED_WORK if self.strong else ():
+            totals = {case.name: self._total(case, key) for case in self.cases}
+            if None in totals.values() or len(set(totals.values())) > 1:
+                found = ", ".join(f"{name} {total}" for name, total in totals.items())
+                raise ValueError(f"strong = true, but {key} of all ranks differs or is not set: {found}")
+        return self
+
+    def _total(self, case: Case, key: str) -> int | None:
+        """What an override of each rank makes of all ranks of a case, or None where it sets no whole number."""
+        values = [word.partition("=")[2] for word in (*self.overrides, *case.overrides) if word.startswith(f"{key}=")]
+        return int(values[-1]) * max(1, len(case.gpus)) if values and values[-1].isdecimal() else None
 
     @model_validator(mode="after")
     def _distinct_probes(self) -> Self:

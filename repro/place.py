@@ -12,6 +12,7 @@ from typing import Literal
 from repro import text
 
 SYSFS = Path("/sys/devices/system/cpu")
+Policy = Literal["default", "all_but_one", "all", "auto"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Placement:
     """Where a cell runs.
 
     Attributes:
-        pools: For each rank one CPU for each of its physics workers; all ranks have equally many.
+        pools: For each rank one CPU for each of its physics workers; all ranks have equally many. None where the
+            trainer chooses.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each rank; empty on the CPU.
         cpuset: CPUs of its container, ascending; None without one.
     """
@@ -107,36 +109,44 @@ def split_cpus(topology: tuple[Cpu, ...], cgroup_cpus: float | None, ranks: int)
     return tuple(fill_order(share)[:size] for share in own) if size else ()
 
 
-def place(workers: int | Literal["default", "all"], gpus: tuple[int, ...], offer: Offer, widest: int = 1) -> Placement:
+def place(workers: int | Policy, gpus: tuple[int, ...], offer: Offer, widest: int = 1, joined: int = 1) -> Placement:
     """Choose the CPUs and GPUs of a case.
 
-    The CPUs are split by the ranks of the widest case, so that a case of fewer ranks has the first pools of that one;
-    by the case's own ranks where it asks for more.
+    The CPUs are split by the pools of the widest case, so that a case of fewer has the first pools of that one; by the
+    case's own where it asks for more.
 
     Args:
-        workers: Of each rank: a count, ``default`` (a share of the widest case less one CPU, which stays free for the
-            rank's learner; at least one worker) or ``all`` (a share of the case's own).
+        workers: Of each pool: a count, ``default`` (a share of the widest case less one CPU, which stays free for the
+            rank's learner; at least one worker), ``all_but_one`` (the same of a share of the case's own), ``all`` (that
+            share) or ``auto`` (the trainer chooses).
         gpus: Positions within the visible GPUs; empty for one rank on the CPU.
         offer: What the host has.
-        widest: Most ranks of a case in the matrix.
+        widest: Most pools of a case in the matrix.
+        joined: Pools that each rank has, as one.
 
     Raises:
         CannotHoldError: Saying what was asked and what this host has.
     """
     entries = _pick_gpus(gpus, offer.visible_gpus, offer.gpu_unusable)
     ranks = max(1, len(gpus))
-    shares, own = (split_cpus(offer.topology, offer.cgroup_cpus, count) for count in (max(widest, ranks), ranks))
+    asked = ranks * joined
+    shares, own = (split_cpus(offer.topology, offer.cgroup_cpus, count) for count in (max(widest, asked), asked))
     offered = text.count_of(len(usable_cpus(offer.topology, offer.cgroup_cpus)), "CPU")
     if not own:
-        raise CannotHoldError(f"asks for {ranks} ranks, this host offers {offered}")
+        what = f"{ranks} ranks" if joined == 1 else f"{asked} pools"
+        raise CannotHoldError(f"asks for {what}, this host offers {offered}")
+    if workers == "auto":
+        return Placement((), entries)
     of_share, of_own = (len(split[0]) if split else 0 for split in (shares, own))
-    count = {"default": max(1, of_share - 1), "all": of_own}.get(str(workers), workers)
-    assert isinstance(count, int)
+    policies = {"default": max(1, of_share - 1), "all_but_one": max(1, of_own - 1), "all": of_own}
+    count = workers if isinstance(workers, int) else policies[workers]
     if count > of_own:
-        each = f"{count} workers" if ranks == 1 else f"{ranks} ranks of {text.count_of(count, 'worker')}"
-        raise CannotHoldError(f"asks for {each}, this host offers {offered}")
-    pools = shares[:ranks] if count <= of_share else own
-    return Placement(tuple(pool[:count] for pool in pools), entries)
+        each = text.count_of(count * joined, "worker")
+        raise CannotHoldError(
+            f"asks for {each if ranks == 1 else f'{ranks} ranks of {each}'}, this host offers {offered}"
+        )
+    pools = [pool[:count] for pool in (shares[:asked] if count <= of_share else own)]
+    return Placement(tuple(tuple(chain.from_iterable(pools[i : i + joined])) for i in range(0, asked, joined)), entries)
 
 
 def choose_cpuset(pools: tuple[tuple[int, ...], ...], topology: tuple[Cpu, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from repro.errors import UsageError
+from repro.foreign import fill_command
 from repro.host import Host
 from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
 from repro.matrix import MOST_RANKS, Case, Matrix
@@ -47,11 +48,13 @@ class Cell(Strict):
         warmup: Whether its number is discarded.
         content_sha256: Hash of everything that defines the run, independent of host and order.
         world_size: Ranks.
-        cpu_ids: CPUs of the physics workers, rank after rank, equally many each; None when skipped.
+        cpu_ids: CPUs of the physics workers, rank after rank, equally many each; none where the trainer chooses, None
+            when skipped.
         gpus: Entries of CUDA_VISIBLE_DEVICES.
         arguments: Arguments of the trainer, paths relative to the report's folder.
         environment: Variables set for the trainer.
         skip_reason: Why this host cannot hold it, or None.
+        foreign: Whether it is of another trainer; its arguments are then its whole command.
         cpuset: CPUs of its container, ascending; None without one.
     """
 
@@ -66,15 +69,21 @@ class Cell(Strict):
     arguments: tuple[str, ...]
     environment: dict[str, str]
     skip_reason: str | None
+    foreign: bool = False
     cpuset: tuple[int, ...] | None = None
 
     @property
     def pools(self) -> tuple[tuple[int, ...], ...]:
-        """CPUs of the physics workers of each rank; none when skipped."""
-        if self.cpu_ids is None:
+        """CPUs of the physics workers of each rank; none when skipped or where the trainer chooses."""
+        if not self.cpu_ids:
             return ()
         size = len(self.cpu_ids) // self.world_size
         return tuple(self.cpu_ids[rank * size : (rank + 1) * size] for rank in range(self.world_size))
+
+    @property
+    def chooses_cpus(self) -> bool:
+        """Whether the trainer chooses the CPUs itself."""
+        return self.cpu_ids == ()
 
     @property
     def run(self) -> str:
@@ -221,7 +230,7 @@ def make_plan(
         raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
     placements = _place_all(matrix, host, topology)
     if executor.kind == "docker":
-        placements = {name: _contained(placement, topology) for name, placement in placements.items()}
+        placements = {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
     cells = tuple(
         _cell(matrix, case, repeat, number, placements[case.name], prefix)
         for case, repeat, number in _order(matrix, placements)
@@ -274,7 +283,7 @@ def check_plan(plan: Plan) -> None:
 
 def is_pinned(cell: Cell) -> bool:
     """Whether the trainer is told which CPUs to use; only where threads can be pinned."""
-    return any(argument.startswith(PINNING) for argument in cell.arguments)
+    return not cell.foreign and any(argument.startswith(PINNING) for argument in cell.arguments)
 
 
 def pinning(pools: Sequence[Sequence[int]]) -> str:
@@ -299,7 +308,15 @@ def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
     own = plan.sources.get(cell.case)
     code = {} if own is None else {"PYTHONPATH": f"checkout_of_{own.label.replace(' ', '_')}"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted({**variables, **code}.items())]
-    return " ".join([*assigned, shlex.join([*plan.trainer, *cell.arguments])])
+    trainer = () if cell.foreign else plan.trainer
+    if case_of(plan.matrix, cell).affinity:
+        trainer = ("taskset", "-c", ",".join(map(str, cell.cpu_ids or ())))  # the suite sets the same mask itself
+    return " ".join([*assigned, shlex.join([*trainer, *cell.arguments])])
+
+
+def case_of(matrix: Matrix, cell: Cell) -> Case:
+    """The case that a cell belongs to."""
+    return next(case for case in matrix.cases if case.name == cell.case)
 
 
 def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple[Case, int, int]]:
@@ -314,21 +331,27 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> dict[st
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
     gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
     offer = Offer(topology, host.cgroup_cpus, *gpus)
-    widest = max(len(case.gpus) for case in matrix.cases)
+    widest = max(case.width for case in matrix.cases)
     return {case.name: _place(case, offer, widest) for case in matrix.cases}
 
 
 def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
     try:
-        return place(case.workers, case.gpus, offer, widest)
+        if case.affinity and sys.platform != "linux":
+            return "asks for affinity, which only Linux has"
+        return place(case.workers, case.gpus, offer, widest, case.pools)
     except CannotHoldError as error:
         return str(error)
 
 
-def _contained(placement: Placement | str, topology: tuple[Cpu, ...]) -> Placement | str:
+def _contained(case: Case, placement: Placement | str, topology: tuple[Cpu, ...]) -> Placement | str:
     """A placement in a container, or why there is none."""
     if isinstance(placement, str):
         return placement
+    if case.foreign:
+        return "is of another trainer, which the image does not hold; run it with --executor local"
+    if case.workers == "auto":
+        return "names no CPUs for its container; run it with --executor local"
     try:
         return replace(placement, cpuset=choose_cpuset(placement.pools, topology))
     except CannotHoldError as error:
@@ -354,14 +377,19 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
         world_size=max(1, len(case.gpus)),
         cpu_ids=tuple(chain.from_iterable(pools)) if placed else None,
         gpus=gpus,
-        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", pools),
+        arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", placed),
         environment={"PYTHONUNBUFFERED": "1", **visible, **case.environment},
         skip_reason=None if placed else str(placement),
+        foreign=case.foreign,
         cpuset=placed.cpuset if placed else None,
     )
 
 
-def _arguments(matrix: Matrix, case: Case, run: str, pools: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
+def _arguments(matrix: Matrix, case: Case, run: str, placed: Placement | None) -> tuple[str, ...]:
+    pools = placed.pools if placed else ()
+    if case.foreign:
+        gpus = placed.gpus if placed else ()
+        return fill_command(case.command, run, pools, gpus, matrix.iterations)
     # Threads can be pinned on Linux only; elsewhere the trainer refuses a list.
     pinned = any(pools) and sys.platform == "linux"
     return (
@@ -379,20 +407,24 @@ def _arguments(matrix: Matrix, case: Case, run: str, pools: tuple[tuple[int, ...
 
 def _content_hash(matrix: Matrix, case: Case, repeat: int, warmup: int) -> str:
     """Hash of what a cell asks for; the same on every host and in every order."""
-    content = {
+    own = {
         "algo": matrix.algo,
         "task": matrix.task,
         "sim": matrix.sim,
         "smoke": matrix.smoke,
-        "iterations": matrix.iterations,
         "overrides": [*matrix.overrides, *case.overrides],
+        **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
+    }
+    content = {
+        **(case.content() if case.foreign else own),
+        "iterations": matrix.iterations,
         "environment": case.environment,
         "gpus": list(case.gpus),
         "workers": case.workers,
         "case": case.name,
         "repeat": repeat,
         "warmup": warmup,
-        **({"ceiling": CEILING_SNAPSHOTS} if matrix.ceiling else {}),
+        **({"pools": case.pools} if case.pools > 1 else {}),
     }
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
@@ -417,7 +449,7 @@ def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
             return name
     if not same_words(_unpinned(expected), _unpinned(found)):
         return "arguments"
-    pins = [word for word in found.arguments if word.startswith(PINNING)]
+    pins = [word for word in found.arguments if word.startswith(PINNING) and not found.foreign]
     if pins and pins != [pinning(found.pools)]:
         return pins[0].partition("=")[0]
     sides = [[f"{name}={value}" for name, value in sorted(cell.environment.items())] for cell in (expected, found)]
@@ -425,12 +457,12 @@ def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:
 
 
 def _unpinned(cell: Cell) -> list[str]:
-    return [word for word in cell.arguments if not word.startswith(PINNING)]
+    return [word for word in cell.arguments if cell.foreign or not word.startswith(PINNING)]
 
 
 def _is_redacted(matrix: Matrix, case: Case) -> bool:
     """Whether what a user typed was replaced, so that the hash of it cannot be computed again."""
-    return any(map(PLACEHOLDER.search, [*matrix.overrides, *case.overrides, *case.environment.values()]))
+    return any(map(PLACEHOLDER.search, [*matrix.overrides, *case.overrides, *case.command, *case.environment.values()]))
 
 
 def _same_word(one: str, other: str) -> bool:

@@ -34,6 +34,12 @@ WEAK_SCALING = (
     "with them: that is end-to-end weak scaling, neither the gain of one change nor the scaling of the GPU alone."
 )
 
+STRONG_SCALING = (
+    "Cases compare whole configurations of one total of environments and one batch. Where ranks are added, each has a "
+    "smaller part of both, and collectors and CPU quota grow: that is end-to-end strong scaling, neither the gain of "
+    "one change nor the scaling of the GPU alone."
+)
+
 
 def render_report(evidence: Evidence, result: Result) -> str:
     """Return the text of report.md; the same folder gives the same bytes."""
@@ -246,10 +252,13 @@ def _cases(evidence: Evidence) -> str:
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
         where = f"CPU {text.pools(cell.pools)}" if cell.pools else "this host cannot hold it"
+        if cell.chooses_cpus:
+            where = "the trainer's choice"
         if cell.cpuset is not None:
             where += f", container {text.cpu_list(cell.cpuset)}"
         gpus = ", ".join(map(str, case.gpus)) or "none"
-        rows.append([case.name, gpus, f"{case.workers}", text.workers(cell.pools), where, case.reason])
+        asked = f"{case.workers}" if case.pools == 1 else f"{case.pools} pools of {case.workers}"
+        rows.append([case.name, gpus, asked, text.workers(cell.pools), where, case.reason])
     headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
     return markdown_table(headers, rows, "lrrrll")
 
@@ -328,7 +337,7 @@ def _limits(evidence: Evidence, result: Result) -> list[str]:
         )
     limits += [
         learning_limit(matrix, result),
-        *([WEAK_SCALING] if _scales(matrix) else []),
+        *([STRONG_SCALING if matrix.strong else WEAK_SCALING] if _scales(matrix) else []),
         "One host, one session. Absolute rates drift with the host; compare ratios within one report.",
         *([_interval_limit(matrix)] if any(group.n > 1 for group in result.groups) else []),
         *_not_looked_at(evidence),

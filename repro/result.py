@@ -13,6 +13,7 @@ from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix, Metric
 from repro.noise import NoiseResult, session_noise
 from repro.schema import Strict, canonical_json
+from unilab.names import TOTAL_FPS
 
 DECIMALS = 6  # kept of small differences of large numbers, of which few digits are the same on all machines
 DIGITS = 10  # significant digits kept, so that the last bits of another machine's libm do not change the file
@@ -209,7 +210,7 @@ def _cell(item: CellEvidence) -> CellResult:
         world_size=item.cell.world_size,
         steps_per_second=_rounded(measured.steps_per_second if measured else None),
         learner_rows_per_second=_rounded(measured.learner_rows_per_second if measured else None),
-        tail_mean_total_fps=_rounded(measured.tail_mean if measured else None),
+        tail_mean_total_fps=_rounded(measured.tail_mean if measured and measured.tag == TOTAL_FPS else None),
         physics_fraction=_rounded(measured.physics_fraction if measured else None),
         ceiling_share=_rounded(metric_of(item, "ceiling_share")),
         exposed_ms=_rounded(measured.exposed_ms if measured else None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from repro import text
 from repro.headline import expected_share
-from repro.matrix import Comparison, Matrix, Metric
+from repro.matrix import Case, Comparison, Matrix, Metric
 from repro.result import ComparisonResult, Result
 
 LINES: dict[Metric, str] = {
@@ -19,20 +19,38 @@ WEAK = (
     "the host: it says what that many pools could give, and is no part of the verdict."
 )
 
+STRONG = (
+    "This is end-to-end *strong scaling*: environments and batch are the same in all and are shared out, while "
+    "collectors, CPU pools and GPUs grow. It is not a patch's own gain nor pure GPU scaling; long-run convergence is "
+    "not shown here. Physics alone is a fact about the host: it says what that many pools could give for the same "
+    "environments, and is no part of the verdict."
+)
+SAME_CPUS = "Where both cases have the same CPUs, the pools do not grow: what else grows shares them."
+
 
 def scaling_section(matrix: Matrix, result: Result) -> str:
     """What more ranks give, one list for each pair of cases that differ in them; empty without such a comparison."""
+    cases = {case.name: case for case in matrix.cases}
     ranks = {case.name: max(1, len(case.gpus)) for case in matrix.cases}
     pairs: dict[tuple[str, str], list[str]] = {}
     for found, item in zip(result.comparisons, matrix.comparisons, strict=True):
         if ranks[item.numerator] > ranks[item.denominator] and found.ratio is not None:
             own = pairs.setdefault((item.numerator, item.denominator), [])
             own.append(_line(found, item, ranks[item.numerator] / ranks[item.denominator]))
+    same = {pair: _same_cpus(*(cases[name] for name in pair)) for pair in pairs}
     parts = [
-        f"Scaling, `{more}` ({_count(ranks[more])}) over `{less}` ({_count(ranks[less])}):\n\n" + "\n".join(lines)
+        f"Scaling, `{more}` ({_count(ranks[more])}) over `{less}` ({_count(ranks[less])})"
+        + f"{', both on the same CPUs' if same[more, less] else ''}:\n\n"
+        + "\n".join(lines)
         for (more, less), lines in pairs.items()
     ]
-    return "\n\n".join([*parts, WEAK]) if parts else ""
+    notes = [STRONG if matrix.strong else WEAK, *([SAME_CPUS] if any(same.values()) else [])]
+    return "\n\n".join([*parts, *notes]) if parts else ""
+
+
+def _same_cpus(one: Case, other: Case) -> bool:
+    """Whether a case of fewer ranks has all pools of the other, by what the matrix asks for."""
+    return one.width == other.width and one.workers == other.workers != "auto"
 
 
 def _line(found: ComparisonResult, item: Comparison, ranks: float) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from repro.errors import UsageError
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # and bytes that are not UTF-8
 
 
 class Strict(BaseModel):
@@ -113,3 +116,14 @@ def nearest(name: str, known: list[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(sorted(set(known)))}"
+
+
+def plain_line(text: str) -> str:
+    """Refuse text with control characters or line ends: it is printed, published and handed to programs.
+
+    Raises:
+        UsageError: With the text.
+    """
+    if CONTROL.search(text):
+        raise UsageError(f"{text!r} holds a control character or a line end; write it as one plain line")
+    return text

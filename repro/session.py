@@ -13,6 +13,7 @@ from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
+from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome, read_journal
 from repro.late import examine
@@ -92,7 +93,13 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for cell in plan.cells
     )
     cases = tuple(
-        case.model_copy(update={"overrides": words(case.overrides), "environment": variables(case.environment)})
+        case.model_copy(
+            update={
+                "overrides": words(case.overrides),
+                "command": words(case.command),
+                "environment": variables(case.environment),
+            }
+        )
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
@@ -155,7 +162,8 @@ def run_cells(
                     continue
                 _put_aside(out_dir, cell)
                 view.started(cell)
-                environment = cell_environment(inherited, cell, roots.get(cell.case))
+                own = foreign_environment if cell.foreign else partial(cell_environment, root=roots.get(cell.case))
+                environment = own(inherited, cell)
                 evidence, ended, interrupted = _run_one(
                     plan, cell, journal, out_dir, trainer, environment, runner(cell), grace
                 )
@@ -208,6 +216,8 @@ def _run_one(
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command = [*trainer, *cell.arguments]
+    if cell.foreign:
+        command = foreign_command(plan, cell, out_dir, Path.cwd())
     log = out_dir / cell.log
     late = partial(examine, run_dir=out_dir / cell.run, log=log, stacks=out_dir / cell.stacks)
     gpus = () if plan.matrix.smoke else cell.gpus
@@ -215,14 +225,15 @@ def _run_one(
     with Sampler(out_dir / cell.telemetry, cell.cpu_ids or (), gpus, descends=descends) as sampler:
         ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace, late)
     interrupted = ended.outcome == "interrupted"
-    if plan.matrix.ceiling:
+    if plan.matrix.ceiling and not cell.foreign:
         interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
     redactor = Redactor(out_dir)
     for path in (log, out_dir / cell.stacks):
         if path.exists():
             redactor.file(path)
     run_dir = out_dir / cell.run
-    redacted = redactor.folder(run_dir) if run_dir.is_dir() else []
+    redact = partial(clean_folder, redactor=redactor) if cell.foreign else redactor.folder
+    redacted = redact(run_dir) if run_dir.is_dir() else []
     entry = journal.write(
         "cell_ended",
         cell=cell.id,

@@ -72,12 +72,13 @@ def planned_probes(plan: Plan) -> tuple[Asked, ...]:
     Objectives are compiled where runs compile them: on a GPU.
     """
     smoke = plan.matrix.smoke
-    ranks = SMOKE_RANKS if smoke else max((cell.world_size for cell in plan.runnable), default=1)
+    own = [cell.world_size for cell in plan.runnable if not cell.foreign]
+    ranks = SMOKE_RANKS if smoke else max(own, default=1)
     return tuple(Asked(name, ranks, smoke, name == "correctness" and not smoke) for name in plan.matrix.probes)
 
 
 def probe_variables(plan: Plan) -> dict[str, str]:
-    """Variables set for the probes: those of the widest case."""
+    """Variables set for the probes: those of the widest case of this trainer."""
     return _widest(plan).environment
 
 
@@ -159,7 +160,8 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
 
 
 def _widest(plan: Plan) -> Cell:
-    return max(plan.runnable, key=lambda cell: cell.world_size)
+    own = [cell for cell in plan.runnable if not cell.foreign]
+    return max(own or plan.cells, key=lambda cell: cell.world_size)
 
 
 def _keep(out_dir: Path, asked: Asked, found: Probed) -> ProbeRecord:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
@@ -175,23 +175,46 @@ def measure(
         *_gap_notes(series, window),
         *_sparse_notes(log, window),
     ]
-    return _throughput(run_dir, log, series, window, tag, tail, end, notes)
+    return _throughput(log, series, window, tag, tail, end, _learner_rows_per_second(run_dir, log, window), notes)
+
+
+def measure_events(log: EventLog, tag: str, tail: float = 0.5, min_points: int = 20) -> Throughput:
+    """Measure one run of another program by one tag of its events; whatever else it left is not read.
+
+    Args:
+        log: its events, their steps being cumulative global env steps.
+        tag: whose events give steps and times.
+        tail: fraction of the events to measure over.
+        min_points: fewest events of the tag.
+
+    Raises:
+        Refusal: whenever no number may be given; its code says why.
+    """
+    series = _choose_series(log, tag, min_points)
+    _check_order(log, series, tag)
+    window = _window(log, series, tag, tail)
+    _check_rate(log, window)
+    only = replace(log, scalars={tag: series})
+    _check_finite(only, window, tag, losses=False)
+    unchecked = f"no {PROGRESS_FILE}: the wall clock was not checked"
+    notes = [*_check_end(log, None, required=False), unchecked, *_gap_notes(series, window)]
+    return _throughput(only, series, window, tag, tail, None, (None, []), notes)
 
 
 def _throughput(
-    run_dir: Path,
     log: EventLog,
     series: Series,
     window: Window,
     tag: str,
     tail: float,
     end: RunEnd | None,
+    learner_rows: tuple[float | None, list[str]],
     notes: list[str],
 ) -> Throughput:
     values = series.values[window.first_index :]
     steady = steadiness(series.steps[window.first_index :], series.wall_times[window.first_index :])
     trend = trend_note(steady)
-    rows, row_notes = _learner_rows_per_second(run_dir, log, window)
+    rows, row_notes = learner_rows
     learning_seconds = _tail_mean(log, LEARNING_TIME, window)
     return Throughput(
         tag=tag,

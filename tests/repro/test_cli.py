@@ -98,7 +98,11 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run"], 2, "name cases or a matrix: --matrix dual, learning, single, smoke, auto or a TOML file"),
+        (
+            ["run"],
+            2,
+            "name cases or a matrix: --matrix ablation, documents, dual, learning, pools, single, smoke, strong, auto",
+        ),
         (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),

@@ -20,7 +20,7 @@ from repro.headline import closing_lines, comparison_sentence, headline
 from repro.layout import CEILING_FILE, RESULT_FILE
 from repro.matrix import Comparison, Matrix, load_matrix, parse_matrix
 from repro.result import ComparisonResult, Result, compute_result, values
-from repro.scaling_section import scaling_section
+from repro.scaling_section import SAME_CPUS, STRONG, WEAK, scaling_section
 from repro.schema import canonical_json, read_model
 from repro.stats import verdict
 from repro.verify import verify
@@ -306,6 +306,17 @@ def test_the_scaling_section_says_ratio_physics_quotient_efficiency_and_what_it_
     )
 
 
+def test_strong_scaling_and_equal_cpus_are_called_what_they_are() -> None:
+    _, result = dual_result()
+    strong = scaling_section(load_matrix("strong"), result)
+    assert "Scaling, `strong2` (2 ranks) over `strong1` (1 rank):" in strong
+    assert STRONG in strong and WEAK not in strong and SAME_CPUS not in strong
+    pools = scaling_section(load_matrix("pools"), result)
+    assert "Scaling, `n2_pools` (2 ranks) over `n1_pool` (1 rank):" in pools
+    assert "Scaling, `n2_pools` (2 ranks) over `n1_both` (1 rank), both on the same CPUs:" in pools
+    assert pools.endswith(f"{WEAK}\n\n{SAME_CPUS}")
+
+
 def test_cases_of_equal_ranks_have_no_scaling_section() -> None:
     matrix, result = dual_result()
     alike = tuple(case.model_copy(update={"gpus": (0, 1)}) for case in matrix.cases)
@@ -336,12 +347,16 @@ def test_physics_of_the_host_is_no_part_of_the_verdict(session: Path) -> None:
 
 @two_cpus
 @pytest.mark.slow
-def test_two_ranks_of_the_real_trainer_give_a_verified_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", ["1", '"auto"'])
+def test_two_ranks_of_the_real_trainer_give_a_verified_report(
+    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ceiling_module, "SECONDS", 0.3)
     sizes = "algo.num_envs=16 algo.batch_size=64 algo.actor_hidden_dim=16 algo.critic_hidden_dim=16"
     overrides = json.dumps([*sizes.split(), "algo.save_interval=-1"])
     text = matrix_text({"n2": {}}, extra=f"ceiling = true\noverrides = {overrides}\n")
     text = text.replace('name = "n2"\nreason', 'name = "n2"\ngpus = [0, 1]\nreason')
+    text = text.replace("workers = 1", f"workers = {workers}")
     parse_matrix(text, "dual.toml")
     (tmp_path / "dual.toml").write_text(text)
     folder = tmp_path / "out"
@@ -350,7 +365,12 @@ def test_two_ranks_of_the_real_trainer_give_a_verified_report(tmp_path: Path, mo
     assert (cell.status, cell.world_size, cell.reason) == ("measured", 2, None)
     assert cell.ceiling_share is not None and 0 < cell.ceiling_share < 1.5
     manifest = json.loads((folder / "runs" / "n2_r1" / "manifest.json").read_text())
-    assert [rank["cpu_ids"] for rank in manifest["ranks"]] == [[cpu] for cpu in allowed_cpus()[:2]]
+    if workers == "1":
+        assert [rank["cpu_ids"] for rank in manifest["ranks"]] == [[cpu] for cpu in allowed_cpus()[:2]]
+    else:  # what the trainer chose is what the ceiling was measured on
+        pools = json.loads((folder / "runs" / "n2_r1" / CEILING_FILE).read_text())["ceilings"]["pools"]
+        assert [pool["cpu_ids"] for pool in pools] == [rank["cpu_ids"] for rank in manifest["ranks"]]
+        assert "| the trainer's choice |" in (folder / "report.md").read_text()
     ticks = (folder / "report.md").read_text().partition("## Where a tick goes")[2].partition("\n## ")[0]
     assert ticks.count("| n2, rank 1 ") == 2 and "missing" not in ticks
     assert verify([folder], lambda line: None)

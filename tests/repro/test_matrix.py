@@ -10,7 +10,7 @@ from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, pa
 
 
 def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
-    assert builtin_names() == ["dual", "learning", "single", "smoke"]
+    assert builtin_names() == ["ablation", "documents", "dual", "learning", "pools", "single", "smoke", "strong"]
     smoke, single = load_matrix("smoke"), load_matrix("single")
     assert smoke.smoke and not single.smoke
     assert [case.workers for case in smoke.cases] == [1, 2]
@@ -67,6 +67,10 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ('denominator = "slow"', 'denominator = "slow"\nmetric = "loss"', "metric: input should be 'steps_per_second'"),
         ("workers = 1", "gpus = [1, 1]", "GPU positions [1, 1] repeat"),
         ("workers = 1", "workers = 0", "workers"),
+        ("workers = 1", 'workers = "most"', "workers"),
+        ("workers = 1", "pools = 0", "pools: input should be greater than or equal to 1, found 0"),
+        ("workers = 1", 'workers = "auto"\npools = 2', "pools = 2 needs CPUs that the suite names"),
+        ("smoke = true", "smoke = true\nstrong = true", "algo.num_envs of all ranks differs or is not set: slow None"),
         ("workers = 1", 'overrides = ["algo.num_envs"]', "override 'algo.num_envs' is not key=value"),
         ("workers = 1", 'overrides = ["env.cpu_ids=[0]"]', "env.cpu_ids is set by the suite; use workers"),
         ("workers = 1", 'overrides = ["+training.log_dir=x"]', "training.log_dir is set by the suite; "),
@@ -131,7 +135,7 @@ def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> No
         (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
         (["n1", "n1"], "repeat a name"),
         (["n1", "workers1"], "the cases do not point to one matrix"),
-        (["n1"], r"the cases do not point to one matrix \(n1 in dual/single\); use --matrix NAME"),
+        (["n1"], r"the cases do not point to one matrix \(n1 in documents/dual/single\); use --matrix NAME"),
     ],
 )
 def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], message: str) -> None:

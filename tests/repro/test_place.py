@@ -132,6 +132,23 @@ def test_a_count_beyond_the_share_of_the_widest_case_takes_the_cases_own() -> No
     assert place(7, (0,), Offer(cores(4, sockets=2), None, TWO), widest=2).pools == (tuple(range(7)),)
 
 
+def test_two_pools_of_one_rank_are_those_of_two_ranks_joined() -> None:
+    offer = Offer(cores(4, sockets=2), None, TWO)
+    assert place("default", (0,), offer, widest=2, joined=2).pools == ((0, 1, 2, 4, 5, 6),)
+    assert place(2, (0,), offer, joined=2).pools == ((0, 1, 4, 5),)
+    with pytest.raises(CannotHoldError, match=r"^asks for 10 workers, this host offers 8 CPUs$"):
+        place(5, (0,), offer, joined=2)
+    with pytest.raises(CannotHoldError, match=r"^asks for 2 pools, this host offers 1 CPU$"):
+        place("default", (0,), Offer(cores(1), None, TWO), joined=2)
+
+
+def test_the_trainer_chooses_where_it_is_asked_to_and_a_case_may_leave_one_cpu_of_all() -> None:
+    offer = Offer(cores(4, sockets=2), None, TWO)
+    assert place("auto", (0, 1), offer, widest=2) == Placement((), TWO)
+    assert place("all_but_one", (0,), offer, widest=2).pools == ((0, 1, 2, 3, 4, 5, 6),)
+    assert place("all_but_one", (0, 1), offer, widest=2).pools == ((0, 1, 2), (4, 5, 6))
+
+
 def test_a_host_too_small_for_the_widest_case_holds_the_others() -> None:
     assert place("default", (0,), Offer(cores(1), None, TWO), widest=2).pools == ((0,),)
     with pytest.raises(CannotHoldError, match=r"^asks for 2 ranks, this host offers 1 CPU$"):
