@@ -166,7 +166,8 @@ def test_every_verdict_is_documented() -> None:
 def test_the_suites_commands_of_the_readme_are_accepted() -> None:
     lines = [line.partition("#")[0] for line in code(read("README.md")).splitlines() if line.startswith("repro ")]
     commands = [build_parser().parse_args(shlex.split(line)[1:]).command for line in lines]
-    assert sorted(set(commands)) == ["analyze", "bench", "doctor", "gate", "plan", "probe", "report", "run", "verify"]
+    asked = ["ab", "analyze", "bench", "doctor", "gate", "plan", "probe", "report", "run", "scaling", "verify"]
+    assert sorted(set(commands)) == asked
 
 
 def test_the_readme_names_every_console_script() -> None:
