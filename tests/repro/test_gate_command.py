@@ -25,7 +25,7 @@ from repro.figures import installed_version
 from repro.gate import Finding
 from repro.github import annotation_lines
 from repro.junit import junit_xml
-from repro.launch import Ended
+from repro.launch import Ended, Runner
 from repro.layout import CEILING_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.plan import Cell
@@ -36,7 +36,9 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "ci.md"
 NUM_ENVS = 16  # of the fake trainer
 
 
-def write_ceiling(cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float) -> bool:
+def write_ceiling(
+    cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float, run: Runner
+) -> bool:
     """Stands for the measurement: 11,000 env steps/s with half a percent of noise, drawn from the cell's name."""
     rate = 11_000.0 * math.exp(0.005 * random.Random(f"ceiling {cell.id}").gauss())
     found = Ceiling(
