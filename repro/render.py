@@ -277,11 +277,11 @@ def _commands(evidence: Evidence) -> list[str]:
 
 
 def _environment(evidence: Evidence) -> str:
-    host = evidence.host
+    host, own, sources = evidence.host, evidence.plan.source, evidence.plan.sources
     rows = [
-        *([f"code of {case}", _code(source)] for case, source in evidence.plan.sources.items()),
-        ["code of the suite" if evidence.plan.sources else "code", _code(evidence.plan.source)],
-        *([["trainer", evidence.plan.source.trainer]] if evidence.plan.source.trainer else []),
+        *([f"code of {case}", _code(source)] for case, source in sources.items()),
+        ["code of the suite" if sources else "code", _code(own)],
+        *([["trainer", own.trainer]] if own.trainer and not sources else []),
         *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
