@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
+from unilab.learner import Batch
 from unilab.optim import ALIGNMENT
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import (
@@ -24,7 +25,6 @@ from unilab.probes.learning import (
     optimizer_state,
     parameters,
 )
-from unilab.sac.objectives import Batch
 from unilab.synthetic import SyntheticRank
 
 CYCLES = 5
@@ -35,7 +35,7 @@ GRADIENT_TOLERANCE = 1e-4
 
 def check_start(part: RankPart, learning: Learning) -> None:
     """Ranks of different seeds start equal after rank 0's state was broadcast."""
-    own = learning.ranks.gather(learning.rank.learner.critic_group.flat.detach())  # (W, P)
+    own = learning.ranks.gather(learning.rank.learner.groups["critic"].flat.detach())  # (W, P)
     apart = [bool((row != own[0]).any()) for row in own[1:]]
     part.check(
         "own_states_differ", all(apart), f"before the broadcast {sum(apart)} of {len(apart)} ranks unlike rank 0"
@@ -130,9 +130,7 @@ def check_gradients(
 
 
 def _at_rest(config: RunConfig) -> RunConfig:
-    params = replace(config.algo.algo_params, alpha_lr=0.0)
-    algo = replace(config.algo, actor_lr=0.0, critic_lr=0.0, algo_params=params)
-    return replace(config, algo=algo, training=replace(config.training, use_amp=False))
+    return replace(config, algo=config.algo.at_rest(), training=replace(config.training, use_amp=False))
 
 
 def _action_dim(rank: SyntheticRank, rows: Tensor) -> int:
@@ -145,9 +143,7 @@ def _wires(rank: SyntheticRank, start: State, rows: Tensor, noise: Tensor) -> di
     batch = Batch(**rank.replay.split(rows))
     action, log_pi = rank.learner.next_action(batch.next_obs, noise[0])
     rank.learner.update(batch, action, log_pi, noise[1])
-    learner = rank.learner
-    groups = {"critic": learner.critic_group, "temperature": learner.alpha_group, "actor": learner.actor_group}
-    return {name: group.wire.clone() for name, group in groups.items()}
+    return {name: group.wire.clone() for name, group in rank.learner.groups.items()}
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -184,8 +180,7 @@ def check_skip(part: RankPart, learning: Learning, prefix: str = "") -> None:
     learning.cycle()
     rows.copy_(kept)
     after = learning.state()
-    learner = learning.rank.learner
-    taken = sum(group.finite.item() for group in (learner.critic_group, learner.alpha_group, learner.actor_group))
+    taken = sum(group.finite.item() for group in learning.rank.learner.groups.values())
     moved = changed(before, after, learned(before))
     skipped, wanted = (after[SKIPPED] - before[SKIPPED]).item(), learning.rank.phase.steps
     detail = f"rows of rank {ranks.world_size - 1} were NaN: {skipped:g} of {wanted} steps skipped"

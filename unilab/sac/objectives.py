@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unilab.learner import Batch
 from unilab.sac import fused
 from unilab.sac.networks import Actor, CriticPair
 
 V_MIN, V_MAX = -20.0, 20.0
 LOG_PROBABILITY_FLOOR = -30.0
 INDEX_SLACK = 1e-3  # of one atom; covers the rounding of computed positions
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one update: views of the gathered replay rows.
-
-    Attributes:
-        obs: `(B, O)`.
-        next_obs: `(B, O)`; the terminal observation where the episode ended.
-        action: `(B, A)`.
-        reward: `(B,)`, scaled by the control step.
-        done: `(B,)` 1 where the episode ended.
-        timeout: `(B,)` 1 where it ended by its time limit alone.
-        critic: `(B, C)`.
-        next_critic: `(B, C)`.
-    """
-
-    obs: Tensor
-    next_obs: Tensor
-    action: Tensor
-    reward: Tensor
-    done: Tensor
-    timeout: Tensor
-    critic: Tensor
-    next_critic: Tensor
 
 
 def support(atoms: int, device: torch.device | str) -> Tensor:
