@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from unilab.algorithm import AlgoConfig
+from unilab.flash_sac.config import FlashSacConfig
 from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
@@ -25,7 +26,7 @@ from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
 from unilab.validation import require
 
 CONF = Path(__file__).parent / "conf"
-ALGORITHMS: dict[str, type[AlgoConfig]] = {"sac": SacConfig}
+ALGORITHMS: dict[str, type[AlgoConfig]] = {"sac": SacConfig, "flashsac": FlashSacConfig}
 TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
