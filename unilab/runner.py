@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from unilab.actor_semantics import ENTRY, describe_actor
 from unilab.algorithm import AlgoParams
 from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig
@@ -412,6 +413,7 @@ class Runner:
             "obs_dim": self._task.obs_dim,
             "critic_dim": self._task.critic_dim,
             "action_dim": self._task.action_dim,
+            ENTRY: describe_actor(self._config.algo, self._task.obs_dim, self._task.action_dim),
             "iteration": tick.iteration,
             "env_steps": tick.env_steps,
             **networks,

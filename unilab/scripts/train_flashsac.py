@@ -1,4 +1,4 @@
-"""`python unilab/scripts/train_flashsac.py task=g1_walk_flat/mujoco key=value ...`, the documents' spelling of `train`."""
+"""`python unilab/scripts/train_flashsac.py task=g1_walk_flat/mujoco key=value ...`, as the documents spell it."""
 
 from __future__ import annotations
 
