@@ -22,6 +22,7 @@ from unilab.probes.learning import (
     counts,
     digest,
     learned,
+    local_buffers,
     optimizer_state,
     parameters,
 )
@@ -58,7 +59,7 @@ def check_cycles(part: RankPart, learning: Learning) -> None:
     part.same("parameters_equal", digest(state, parameters(state)))
     part.same("targets_equal", digest(state, [TARGETS]))
     part.same("optimizer_state_equal", digest(state, optimizer_state(state)))
-    local = ", ".join(learning.local_buffers()) or "none"
+    local = ", ".join(local_buffers(learning.rank.learner)) or "none"
     part.check("rank_local_buffers", True, f"left out of these comparisons: {local}", required=False)
     check_counts(part, learning, start, state)
     check_updates(part, "finite_updates", reports, start, state)
@@ -124,6 +125,10 @@ def check_gradients(
         _within(errors) and told_apart,
         f"{_worst(errors)}; this rank's own lie {apart:.2g} from the mean",
     )
+    if local_buffers(averaging.learner):
+        detail = "left out: batch statistics are each rank's own, so a batch of all ranks' rows has another gradient"
+        part.check("gradient_of_joined_batch", True, detail, required=False)
+        return
     joined = _wires(alone, start, ranks.gather(rows).flatten(0, 1), ranks.gather(noise).transpose(0, 1).flatten(1, 2))
     errors = _errors(found, joined)
     part.check("gradient_of_joined_batch", _within(errors), f"{_worst(errors)}; {ranks.world_size} x {len(rows)} rows")

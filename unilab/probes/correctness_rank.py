@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     part = RankPart(Path(seat.part))
     try:
         part.enter("meeting the other ranks")
-        config = configure(seat.rank, seat.backend)
+        config = configure(seat.rank, seat.backend, seat.options["algo"])
         device = choose_device(config, seat.world_size)
         torch.set_num_threads(learner_threads(seat.world_size))
         ranks = DataParallel.join(seat.rank, seat.world_size, device, Path(seat.store))
@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def configure(rank: int, backend: str) -> RunConfig:
+def configure(rank: int, backend: str, algo: str = "sac") -> RunConfig:
     """The run of a rank, with a seed of its own."""
-    config = load_config("sac", "g1_walk_flat", "mujoco", SMALL if backend == "gloo" else FULL)
+    config = load_config(algo, "g1_walk_flat", "mujoco", SMALL if backend == "gloo" else FULL)
     return replace(config, algo=replace(config.algo, seed=config.algo.seed + rank))
 
 

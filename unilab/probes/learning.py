@@ -12,6 +12,7 @@ from torch import Tensor
 from unilab.capture import Phase
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
+from unilab.learner import Learner
 from unilab.rank_statistics import RankStatistics
 from unilab.synthetic import SyntheticRank
 
@@ -66,10 +67,10 @@ class Learning:
         actor = math.ceil(updates / self.config.algo.policy_frequency)
         return self.rank.learner.steps(cycles * updates, cycles * actor)
 
-    def local_buffers(self) -> list[str]:
-        """Buffers of networks, as of batch norms, which every rank keeps to itself."""
-        modules = self.rank.learner.modules().items()
-        return [f"{name}.{path}" for name, module in modules for path, _ in module.named_buffers()]
+
+def local_buffers(learner: Learner) -> list[str]:
+    """Buffers of networks, as of batch norms, which every rank keeps to itself."""
+    return [f"{name}.{path}" for name, module in learner.modules().items() for path, _ in module.named_buffers()]
 
 
 def parameters(state: Iterable[str]) -> list[str]:
