@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
         if arguments.compile_loss and arguments.smoke:
             raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
+        if arguments.algo not in ALGORITHMS:
+            raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
         if arguments.probe != "correctness" and arguments.algo != DEFAULT_ALGO:
             raise ValueError(f"{arguments.probe} looks at no learner; leave --algo out")
         if arguments.output is not None and not arguments.output.parent.is_dir():
@@ -128,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m unilab.probes", description=__doc__, allow_abbrev=False)
     parser.add_argument("probe", choices=list(PROBES))
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default 2)")
-    parser.add_argument("--algo", choices=list(ALGORITHMS), default=DEFAULT_ALGO, help="algorithm (default sac)")
+    parser.add_argument(
+        "--algo", default=DEFAULT_ALGO, metavar="A", help="whose learner, for correctness (default sac)"
+    )
     parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
     parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON to a file, not to the terminal")

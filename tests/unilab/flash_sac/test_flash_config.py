@@ -132,6 +132,23 @@ def test_a_smoke_run_learns_and_its_checkpoint_is_evaluated(tmp_path: Path, caps
     assert "at iteration 4, 2 episodes" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # compilers may warn
+@pytest.mark.parametrize("region", [True, False])
+def test_a_run_on_a_gpu_is_compiled_and_captured(tmp_path: Path, region: bool) -> None:
+    switch = f"algo.algo_params.compile_full_objectives={region}".lower()
+    arguments = [*NAMES, *SMALL[1:], switch, f"training.log_dir={tmp_path / 'run'}"]
+    subprocess.run([sys.executable, "-m", "unilab.train", *arguments], check=True, timeout=500)
+    learner = json.loads((tmp_path / "run" / "manifest.json").read_text())["learner"]
+    assert (learner["compiled"], learner["cuda_graph"], learner["amp"]) == (True, True, True)
+    state = torch.load(tmp_path / "run" / "model_4.pt", weights_only=True)["state"]
+    assert (state["critic/adamw_step"], state["actor/adamw_step"]) == (32, 16)
+    assert state["learner/Train/skipped_updates"] == 0
+    assert all(value.isfinite().all() for name, value in state.items() if name.startswith(("actor", "critic", "rew")))
+
+
 def test_runs_go_below_the_documented_folder() -> None:
     assert load().algo.algo_log_name == "flash_sac"
 
