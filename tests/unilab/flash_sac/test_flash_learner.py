@@ -377,3 +377,39 @@ def test_bfloat16_stays_near_float32() -> None:
     assert amp.report()["Loss/critic"] == pytest.approx(plain.report()["Loss/critic"].item(), rel=0.02)
     assert all(buffer.dtype == torch.float32 for buffer in amp.critic.buffers())
     assert all(parameter.dtype == torch.float32 for parameter in amp.critic.parameters())
+
+
+def test_it_learns_a_reward_of_the_state() -> None:
+    """The action that pays most is a known function of the observation; at first the mean action loses 0.5."""
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("learning_rate_init", "learning_rate_peak", "learning_rate_end"), 1e-3)
+    params = FlashSacParams(learning_rate_warmup_steps=0, **rates)
+    settings = FlashSacConfig(
+        num_envs=64, actor_hidden_dim=32, critic_hidden_dim=32, num_atoms=51, tau=0.05, algo_params=params
+    )
+    learner = FlashSacLearner(settings, 3, 3, 2, CPU, False, StateRegistry())
+    ends, nobody = torch.zeros(64, dtype=torch.bool), torch.zeros(128)
+
+    def loss(obs: Tensor, action: Tensor) -> Tensor:
+        return (action - torch.tanh(obs @ torch.tensor([[0.8, 0.0], [0.0, -0.8], [0.0, 0.3]]))).square().sum(1)
+
+    def play(rows: int) -> tuple[Tensor, ...]:
+        obs, noise = torch.randn(rows, 3), torch.randn(rows, 2)
+        action = learner.act(obs, noise).detach()
+        return obs, action, -loss(obs, action)
+
+    data = play(64)
+    held_out = torch.randn(512, 3)
+    first = loss(held_out, learner.actor.deterministic(held_out)).mean()
+    for _ in range(100):
+        rows = play(64)
+        learner.observe(rows[2], ends, ~ends)
+        data = tuple(torch.cat(pair) for pair in zip(data, rows, strict=True))
+        for index in range(4):
+            chosen, following = torch.randint(len(data[0]), (128,)), torch.randn(128, 3)
+            obs, action, reward = (column[chosen] for column in data)
+            done = (torch.rand(128) < 0.1).float()
+            batch = Batch(obs, following, action, reward, done, nobody, obs, following)
+            update(learner, batch, torch.randn(128, 2), None if index % 2 else torch.randn(128, 2))
+    last = loss(held_out, learner.actor.deterministic(held_out)).mean()
+    assert first > 0.3 and last < 0.3 * first
