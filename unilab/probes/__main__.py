@@ -28,6 +28,7 @@ PROBES = {
 }
 DEFAULT_ALGO = "sac"
 Probe = Callable[[Setting], tuple[list[Check], list[dict[str, Any]]]]
+MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each is a process with torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
         if arguments.probe != "correctness" and arguments.algo != DEFAULT_ALGO:
             raise ValueError(f"{arguments.probe} looks at no learner; leave --algo out")
+        if arguments.smoke and arguments.world_size > MOST_ON_CPU:
+            raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
+        if arguments.output is not None and arguments.output.is_dir():
+            raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
         if arguments.output is not None and not arguments.output.parent.is_dir():
             raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     except LookupError as error:
