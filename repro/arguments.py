@@ -167,7 +167,11 @@ def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     _add_bench_common(parser)
-    parser.add_argument("--variants", metavar="A,B", help="some of eager,inductor,graph,inductor+graph (default: all)")
+    parser.add_argument(
+        "--variants",
+        metavar="A,B",
+        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss (default: all)",
+    )
     parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
 
 
@@ -178,5 +182,6 @@ def _add_bench_tick(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="trainer settings")
+    parser.add_argument("--algo", metavar="A", default="sac", help="algorithm, as in flashsac (default sac)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")

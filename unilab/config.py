@@ -17,6 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from unilab.algorithm import AlgoConfig
+from unilab.flash_sac.config import FlashSacConfig
 from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
@@ -24,7 +26,7 @@ from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
 from unilab.validation import require
 
 CONF = Path(__file__).parent / "conf"
-ALGORITHMS = ("sac",)
+ALGORITHMS: dict[str, type[AlgoConfig]] = {"sac": SacConfig, "flashsac": FlashSacConfig}
 TASKS = ("g1_walk_flat",)
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
@@ -122,7 +124,7 @@ class EnvConfig(G1WalkFlatConfig):
 class RunConfig:
     """Everything that defines a run."""
 
-    algo: SacConfig = field(default_factory=SacConfig)
+    algo: AlgoConfig = field(default_factory=SacConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: G1WalkFlatRewards = field(default_factory=G1WalkFlatRewards)
@@ -147,10 +149,14 @@ def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> Run
     Raises:
         ValueError: one line naming what is wrong and what to type instead.
     """
-    for what, value, known in (("algorithm", algo, ALGORITHMS), ("task", task, TASKS), ("backend", sim, BACKENDS)):
+    for what, value, known in (
+        ("algorithm", algo, tuple(ALGORITHMS)),
+        ("task", task, TASKS),
+        ("backend", sim, BACKENDS),
+    ):
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}{_nearest(value, known)}; there is {', '.join(known)}")
-    schema: DictConfig = OmegaConf.structured(RunConfig)
+    schema = _schema(algo)
     checked = [_checked(text, schema) for text in overrides]
     try:
         with initialize_config_dir(str(CONF / algo), version_base=None):
@@ -172,12 +178,20 @@ def restore_config(values: dict[str, Any]) -> RunConfig:
         ValueError: if it does not fit this version's schema.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), {k: v for k, v in values.items() if k in GROUPS})
+        merged = OmegaConf.merge(_schema(values["algo"]["algo"]), {k: v for k, v in values.items() if k in GROUPS})
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"the saved configuration does not fit this version: {_one_line(error)}") from None
+    except (KeyError, TypeError):
+        raise ValueError("the saved configuration does not fit this version: it names no known algo.algo") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _schema(algo: str) -> DictConfig:
+    """The schema of an algorithm's runs."""
+    schema: DictConfig = OmegaConf.structured(RunConfig(algo=ALGORITHMS[algo]()))  # type: ignore[call-arg]
+    return schema
 
 
 def _checked(text: str, schema: DictConfig) -> str:

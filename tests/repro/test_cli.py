@@ -39,8 +39,8 @@ COMMANDS = {
 }
 BENCHES = {
     "physics": ["--states", "--workers", "--profiles", "--seconds", "--json"],
-    "learner": ["KEY=VALUE", "--json", "--output", "--variants", "--cycles"],
-    "tick": ["KEY=VALUE", "--json", "--output", "--iterations"],
+    "learner": ["KEY=VALUE", "--algo", "--json", "--output", "--variants", "--cycles"],
+    "tick": ["KEY=VALUE", "--algo", "--json", "--output", "--iterations"],
 }
 
 

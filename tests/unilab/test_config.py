@@ -43,9 +43,9 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"algo": "sacc"}, "unknown algorithm 'sacc', did you mean 'sac'?; there is sac"),
-        ({"algo": "ppo"}, "unknown algorithm 'ppo'; there is sac"),
-        ({"algo": ""}, "unknown algorithm ''; there is sac"),
+        ({"algo": "sacc"}, "unknown algorithm 'sacc', did you mean 'sac'?; there is sac, flashsac"),
+        ({"algo": "ppo"}, "unknown algorithm 'ppo'; there is sac, flashsac"),
+        ({"algo": ""}, "unknown algorithm ''; there is sac, flashsac"),
         ({"task": "g1_walk_flt"}, "unknown task 'g1_walk_flt', did you mean 'g1_walk_flat'?; there is g1_walk_flat"),
         ({"task": "../sac"}, "unknown task '../sac'; there is g1_walk_flat"),
         ({"sim": "mujco"}, "unknown backend 'mujco', did you mean 'mujoco'?; there is mujoco"),
