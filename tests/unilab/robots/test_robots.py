@@ -20,8 +20,8 @@ MODEL_DIGITS = {"rel_tol": 1e-11, "abs_tol": 1e-15}
 KEYFRAME_DIGITS = {"rel_tol": 1e-6, "abs_tol": 1e-6}
 
 # The existing system hands its model on as XML text of 6 digits. Of the G1's capsules given by two end points, that
-# rounds the lengths and orientations of these five; this project keeps the end points. So it does with the angles of the
-# Go2's calves: 0.05, 0.2 and 0.21 rad.
+# rounds the lengths and orientations of these five; this project keeps the end points. So it does with the angles of
+# the Go2's calves: 0.05, 0.2 and 0.21 rad.
 ROUNDED_CAPSULES = ("left_thigh", "right_thigh", "left_hand", "right_hand", "left_foot1")
 LEGS = ("FL", "FR", "RL", "RR")
 XML_DIGITS = {"rel_tol": 1e-6, "abs_tol": 5e-7}
