@@ -107,11 +107,10 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
     from unilab.environment import Environment
     from unilab.physics.mujoco_pool import MujocoPool
     from unilab.state import StateRegistry
-    from unilab.tasks.g1_walk_flat import G1WalkFlat
 
     env = replace(config.env, observation_noise=dict.fromkeys(config.env.observation_noise, 0.0))
     device = torch.device("cpu")
-    task = G1WalkFlat(env, config.reward, episodes, device, env.physics_profile)
+    task = replace(config, env=env).build_task(episodes, device)
     generator = torch.Generator().manual_seed(config.algo.seed)
     environment = Environment(task, episodes, device, generator, StateRegistry())
     environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])

@@ -227,7 +227,7 @@ def test_phase_advances_and_wraps(task: G1WalkFlat) -> None:
 
 
 def test_phase_stays_in_bounds_over_an_episode(task: G1WalkFlat, uniforms: Tensor) -> None:
-    phase = task.reset_phase(uniforms)
+    phase = task.reset_phase(uniforms, torch.zeros(N, 2))
     for _ in range(200):
         phase = task.advance_phase(phase)
         assert float(phase.min()) >= 0
@@ -330,7 +330,7 @@ def test_reset_columns_are_independent(task: G1WalkFlat, uniforms: Tensor, reset
             resets["kp"],
             resets["kd"],
             task.reset_command(uniforms)[:, 2:],
-            task.reset_phase(uniforms)[:, :1],
+            task.reset_phase(uniforms, torch.zeros(N, 2))[:, :1],
             task.policy_observation(torch.zeros(N, 101), uniforms[:, task.uniform_columns["step_noise"]])[:, 6:64],
             task.policy_observation(torch.zeros(N, 101), uniforms[:, task.uniform_columns["reset_noise"]])[:, 6:64],
         ),
@@ -372,7 +372,7 @@ def test_command_on_the_dead_zone_bound_is_zero() -> None:
 
 
 def test_reset_phase_is_half_a_cycle_apart_and_not_wrapped(task: G1WalkFlat, uniforms: Tensor) -> None:
-    left, right = task.reset_phase(uniforms).unbind(1)
+    left, right = task.reset_phase(uniforms, torch.zeros(N, 2)).unbind(1)
     assert_uniform(left, 0, 2 * math.pi)
     assert (right - left).sub(math.pi).abs().max() < 1e-6
     assert right.max() > 2.9 * math.pi
