@@ -2,7 +2,8 @@
 # Start the suite as the owner of the mounted report folder, with every cache in a place that can be written.
 set -eu
 
-if [ "$(id -u)" = 0 ]; then
+# A run of `repro run --executor docker` comes as its user already, with a program of its own.
+if [ "$(id -u)" = 0 ] && [ "${1-}" != python ]; then
   owner=$(stat -c '%u %g' /opt/unilab-repro/reports)
   # shellcheck disable=SC2086  # two words: user and group
   set -- $owner "$@"
@@ -27,4 +28,5 @@ if ! mkdir -p "$HOME" "$MPLCONFIGDIR"; then
   exit 2
 fi
 
+[ "${1-}" != python ] || exec "$@"
 exec python /opt/unilab-repro/docker/session.py "$@"

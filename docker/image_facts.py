@@ -10,13 +10,12 @@ import re
 import sys
 from pathlib import Path
 
-from repro.provenance import STAMP_FILE, find_source, sources_sha256
+from repro.provenance import STAMP_FILE, UNKNOWN, find_source, sources_sha256
 from repro.schema import canonical_json
 
 PROJECT = Path(__file__).resolve().parent.parent
 NVIDIA = {"cuda": "cuda-runtime", "cudnn": "cudnn", "nccl": "nccl"}  # label → middle of the package's name
 ABSENT = "none"
-UNKNOWN = "unknown"
 
 
 def main() -> int:
@@ -27,7 +26,7 @@ def main() -> int:
     source = find_source(PROJECT)
     truth = {
         "SOURCE_SHA256": sources,
-        "REVISION": revision(source.commit, source.dirty),
+        "REVISION": source.revision,
         **{f"{name.upper()}_VERSION": version for name, version in nvidia_versions().items()},
     }
     wrong = [
@@ -59,13 +58,6 @@ def facts(truth: dict[str, str]) -> dict[str, object]:
             **nvidia_versions(),
         },
     }
-
-
-def revision(commit: str | None, dirty: bool | None) -> str:
-    """Commit id, with ``-dirty`` where the sources differ from it."""
-    if commit is None:
-        return UNKNOWN
-    return f"{commit}-dirty" if dirty else commit
 
 
 def nvidia_versions() -> dict[str, str]:

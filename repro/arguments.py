@@ -28,6 +28,7 @@ def build_parser() -> Parser:
         ("doctor", "what this host can run", _add_doctor),
         ("plan", "cells, order, placement and time of a matrix; starts nothing", _add_plan),
         ("run", "run a matrix and write its report", _add_run),
+        ("scaling", "a quick look at one GPU against several, for diagnosis", _add_scaling),
         ("analyze", "the metric of one run", _add_analyze),
         ("probe", "whether ranks compute, communicate and capture as they must", _add_probe),
         ("report", "compute and render a report again from its raw files", _add_report),
@@ -58,6 +59,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace", action="store_true", help="every run writes a timeline for ui.perfetto.dev")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds before a run is ended")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the session in --out: run what has no number yet"
+    )
+    parser.add_argument(
+        "--executor", choices=("local", "docker"), default="local", help="docker: each run in a container of its own"
+    )
+    parser.add_argument("--image", metavar="NAME", help="image of the containers (default unilab-repro:cuda or :cpu)")
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first run without a number")
     parser.add_argument("--dry-run", action="store_true", help="print commands, environment, placement; start nothing")
@@ -69,6 +77,15 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--matrix", metavar="NAME|FILE", help=f"{shipped}, a TOML file, or auto (widest that fits)")
     parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each case")
     parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run")
+
+
+def _add_scaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run (default 60)")
+    parser.add_argument(
+        "--devices", metavar="N,N", help="positions within the visible GPUs; one runs one GPU only (default: first two)"
+    )
+    parser.add_argument("--extra-overrides", metavar="K=V", nargs="+", default=[], help="trainer settings of every run")
+    parser.add_argument("--out-json", metavar="FILE", type=Path, help="also write the results to a new file")
 
 
 def _add_analyze(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +150,11 @@ def _add_bench_physics(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     _add_bench_common(parser)
-    parser.add_argument("--variants", metavar="A,B", help="some of eager,inductor,graph,inductor+graph (default: all)")
+    parser.add_argument(
+        "--variants",
+        metavar="A,B",
+        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss (default: all)",
+    )
     parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
 
 
@@ -144,5 +165,6 @@ def _add_bench_tick(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="trainer settings")
+    parser.add_argument("--algo", metavar="A", default="sac", help="algorithm, as in flashsac (default sac)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")

@@ -38,7 +38,7 @@ from unilab.names import (
 )
 
 LEARNER = (sys.executable, "-m", "unilab.bench", "learner")
-NAMES = ("--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco")
+NAMES = ("--task", "g1_walk_flat", "--sim", "mujoco")
 SMOKE = "training.smoke=true"
 TIMEOUT = 1200.0
 FEWEST_ITERATIONS = 20  # below, a run gives no number
@@ -142,7 +142,17 @@ def bench_learner(arguments: argparse.Namespace) -> LearnerBench:
     asked = () if arguments.variants is None else ("--variants", arguments.variants)
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "learner.json"
-        command = [*LEARNER, *NAMES, *asked, "--cycles", f"{arguments.cycles}", "--output", str(output)]
+        command = [
+            *LEARNER,
+            "--algo",
+            arguments.algo,
+            *NAMES,
+            *asked,
+            "--cycles",
+            f"{arguments.cycles}",
+            "--output",
+            str(output),
+        ]
         _run([*command, *setup.overrides], setup, Path(name))
         return read_model(LearnerBench, output)
 
@@ -155,7 +165,11 @@ def bench_tick(arguments: argparse.Namespace, trainer: Sequence[str]) -> TickBen
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         own = (f"training.log_dir={run}", "training.no_play=true", f"algo.max_iterations={arguments.iterations}")
-        _run([*trainer, *NAMES, *own, "algo.save_interval=-1", *setup.overrides], setup, Path(name))
+        _run(
+            [*trainer, "--algo", arguments.algo, *NAMES, *own, "algo.save_interval=-1", *setup.overrides],
+            setup,
+            Path(name),
+        )
         try:
             return summarize_tick(run, setup.smoke, arguments.iterations)
         except Refusal as refusal:

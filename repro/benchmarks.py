@@ -72,7 +72,7 @@ def run_benchmarks(out_dir: Path, environment: Mapping[str, str], project: Path 
     """
     missing = _missing(project)
     if missing is not None:
-        _write(out_dir, Benchmarks(reason=missing, benchmarks=()))
+        leave_out(out_dir, missing)
         return None
     with tempfile.TemporaryDirectory() as name:
         folder, output = Path(name), Path(name) / "pytest.json"
@@ -82,6 +82,11 @@ def run_benchmarks(out_dir: Path, environment: Mapping[str, str], project: Path 
         ended = run_cell(command, environment, folder, folder / "logs" / "benchmarks.log", LIMIT_SECONDS)
         _write(out_dir, _read(ended, output))
     return ended
+
+
+def leave_out(out_dir: Path, reason: str) -> None:
+    """Write `benchmarks.json` with the reason why there are none."""
+    _write(out_dir, Benchmarks(reason=reason, benchmarks=()))
 
 
 def convert(report: Any) -> tuple[Benchmark, ...]:

@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from repro.errors import UsageError
 from repro.events import Refusal
-from repro.launch import GRACE_SECONDS, Ended, run_cell
+from repro.launch import GRACE_SECONDS, Ended, Runner, run_cell
 from repro.layout import CEILING_FILE
 from repro.plan import Cell, is_pinned
 from repro.run_files import MOST, find_value, read_json
@@ -105,6 +105,8 @@ class PoolCeilings(Strict):
 
     @model_validator(mode="after")
     def _sum(self) -> Self:
+        if any(pool.iterations != self.pools[0].iterations for pool in self.pools):
+            raise ValueError("its pools stepped states of different iterations")
         total = sum(pool.env_steps_per_second for pool in self.pools)
         if not math.isclose(self.env_steps_per_second, total, rel_tol=1e-9):
             raise ValueError(f"env_steps_per_second is {self.env_steps_per_second}, its pools give {total}")
@@ -140,7 +142,12 @@ class CeilingRecord(Strict):
 
 
 def record_ceiling(
-    cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float = GRACE_SECONDS
+    cell: Cell,
+    ended: Ended,
+    environment: Mapping[str, str],
+    out_dir: Path,
+    grace: float = GRACE_SECONDS,
+    run: Runner = run_cell,
 ) -> bool:
     """Measure the ceiling of a cell whose trainer just ended and write `ceiling.json` into its run folder.
 
@@ -153,7 +160,7 @@ def record_ceiling(
     try:
         if cell.warmup or ended.exit_code != 0 or not run_dir.is_dir():
             return False
-        found, record = _measure(cell, environment, out_dir, grace)
+        found, record = _measure(cell, environment, out_dir, grace, run)
         (run_dir / CEILING_FILE).write_text(canonical_json(record), encoding="utf-8")
         return found is not None and found.outcome == "interrupted"
     finally:
@@ -162,7 +169,7 @@ def record_ceiling(
 
 
 def _measure(
-    cell: Cell, environment: Mapping[str, str], out_dir: Path, grace: float
+    cell: Cell, environment: Mapping[str, str], out_dir: Path, grace: float, run: Runner = run_cell
 ) -> tuple[Ended | None, CeilingRecord]:
     states = Path(cell.run) / STATES_FILE
     if not (out_dir / states).is_file():
@@ -178,9 +185,9 @@ def _measure(
     seconds = min(SMOKE_SECONDS, SECONDS) if "training.smoke=true" in cell.arguments else SECONDS
     command = (states, environment, out_dir, seconds, *options)
     if len(pools) > 1:
-        ended, ceilings = _run_program(PoolCeilings, pools, *command, grace=grace)
+        ended, ceilings = _run_program(PoolCeilings, pools, *command, grace=grace, run=run)
         return ended, CeilingRecord(ceilings=ceilings, reason=ended.reason)
-    ended, ceiling = _run_program(Ceiling, pools, *command, grace=grace)
+    ended, ceiling = _run_program(Ceiling, pools, *command, grace=grace, run=run)
     return ended, CeilingRecord(ceiling=ceiling, reason=ended.reason)
 
 
@@ -217,13 +224,14 @@ def _run_program(
     seconds: float,
     *options: str,
     grace: float = GRACE_SECONDS,
+    run: Runner = run_cell,
 ) -> tuple[Ended, Model | None]:
     placed = [word for pool in pools for word in ("--cpu-ids", ",".join(map(str, pool)))]
     with tempfile.TemporaryDirectory() as name:
         log, output = Path(name) / "logs" / "ceiling.log", Path(name) / CEILING_FILE
         log.parent.mkdir()
         command = [*PROGRAM, "--states", str(states), "--seconds", str(seconds), "--output", str(output)]
-        ended = run_cell([*command, *placed, *options], environment, folder, log, LIMIT_SECONDS, grace)
+        ended = run([*command, *placed, *options], environment, folder, log, LIMIT_SECONDS, grace)
         if ended.outcome != "exited" or ended.exit_code != 0:
             return ended, None
         try:

@@ -7,19 +7,20 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from repro.arguments import build_parser
 from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
+from repro.launch import Runner, local_runner
 from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
 from repro.output import require_new
 from repro.place import Cpu
-from repro.plan import TRAINER, Plan, make_plan
+from repro.plan import LOCAL, TRAINER, Cell, Plan, make_plan
 from repro.provenance import find_source
 from repro.schema import canonical_json
 from repro.text import count_of, duration
@@ -32,6 +33,10 @@ from unilab.names import (
     EXIT_OK,
     EXIT_USAGE,
 )
+
+if TYPE_CHECKING:
+    from repro.docker_executor import DockerExecutor
+    from repro.evidence import CellEvidence
 
 # Modules that read events and draw figures take a second to import; the commands that need them import them.
 
@@ -64,6 +69,10 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
             return _plan(arguments, trainer)
         case "run":
             return _run(arguments, trainer)
+        case "scaling":
+            from repro.scaling import scaling
+
+            return scaling(arguments, trainer, _run_plan)
         case "analyze":
             return _analyze(arguments)
         case "probe":
@@ -104,17 +113,37 @@ def _plan(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
     host, topology = find_host()
+    if arguments.executor == "local":
+        if arguments.image is not None:
+            raise UsageError(f"--image {arguments.image} is for --executor docker; add it, or leave --image out")
+        return _run_on(arguments, host, topology, trainer, None)
+    from repro.docker_executor import docker_executor
+
+    with docker_executor(arguments.image, host, find_source()) as executor:
+        return _run_on(arguments, executor.host_inside(host), topology, trainer, executor)
+
+
+def _run_on(
+    arguments: argparse.Namespace,
+    host: Host,
+    topology: tuple[Cpu, ...],
+    trainer: Sequence[str],
+    executor: DockerExecutor | None,
+) -> int:
     if arguments.require_gpu and host.gpu_unusable is not None:
         raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
-    plan = _plan_run(arguments, host, topology, trainer)
+    plan = _plan_run(arguments, host, topology, trainer, executor)
     _require_runnable(plan)
+    if executor is not None:
+        executor.check_gpus(plan)
     if arguments.dry_run:
         sys.stdout.write(_lines(plan_lines(plan)))
         return EXIT_OK
     from repro.live import LastingStream
 
     with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
-        return _run_plan(arguments, plan, host, trainer)
+        runner = local_runner if executor is None else executor.runner
+        return (_resume if arguments.resume else _run_plan)(arguments, plan, host, trainer, runner)
 
 
 def _require_runnable(plan: Plan) -> None:
@@ -123,7 +152,13 @@ def _require_runnable(plan: Plan) -> None:
         raise HostUnfitError(f"nothing of matrix {plan.matrix.name} can run here: {'; '.join(reasons)}")
 
 
-def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], trainer: Sequence[str]) -> Plan:
+def _plan_run(
+    arguments: argparse.Namespace,
+    host: Host,
+    topology: tuple[Cpu, ...],
+    trainer: Sequence[str],
+    executor: DockerExecutor | None,
+) -> Plan:
     overrides = (*arguments.override, *((TRACE_OVERRIDE,) if arguments.trace else ()))
     matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
     return make_plan(
@@ -131,10 +166,11 @@ def _plan_run(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ..
         host,
         topology,
         find_source(),
-        inherited=list(os.environ),
+        inherited=list(os.environ) if executor is None else (),
         prefix=arguments.prefix,
         timeout=arguments.timeout,
         trainer=trainer,
+        executor=LOCAL if executor is None else executor.facts,
     )
 
 
@@ -153,7 +189,33 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
     return load_matrix(name)
 
 
-def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str]) -> int:
+def _resume(
+    arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str], runner: Callable[[Cell], Runner]
+) -> int:
+    from repro.resume import claim, find_session, finished_cells, is_complete
+
+    if arguments.out is None:
+        raise UsageError("--resume needs --out DIR, the folder of the session to go on with")
+    with claim(arguments.out):
+        earlier = find_session(arguments.out, plan, host)
+        if not is_complete(arguments.out, earlier):
+            return _run_plan(arguments, plan, host, trainer, runner, finished_cells(earlier))
+    from repro.result import compute_result
+    from repro.session import exit_code
+
+    print(f"nothing to do: every run in {arguments.out} has its number")
+    return exit_code(compute_result(earlier), earlier)
+
+
+def _run_plan(
+    arguments: argparse.Namespace,
+    plan: Plan,
+    host: Host,
+    trainer: Sequence[str],
+    runner: Callable[[Cell], Runner] = local_runner,
+    finished: Mapping[str, CellEvidence] | None = None,
+) -> int:
+    """Run a session to its report; `finished` is given where one is resumed: the cells that it has already."""
     from rich.console import Console
 
     from repro.benchmarks import LIMIT_SECONDS
@@ -162,10 +224,14 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     from repro.layout import REPORT_FILE
     from repro.live import SessionView
     from repro.report import write_report
+    from repro.resume import claim, reopen_session
     from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
 
-    out_dir = create_out_dir(arguments.out or default_out_dir(plan, host))
-    print(f"{count_of(len(plan.runnable), 'run')} into {out_dir}, about {duration(plan.estimated_seconds)}")
+    resumed = finished is not None
+    out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
+    count = sum(cell.id not in (finished or {}) for cell in plan.runnable)
+    seconds = plan.estimated_seconds * count / len(plan.runnable)
+    print(f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}")
     if plan.matrix.probes:
         print(f"probes before everything else: {', '.join(plan.matrix.probes)}")
     if plan.matrix.benchmarks:
@@ -173,10 +239,20 @@ def _run_plan(arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Se
     if plan.cleared_environment:
         print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
     sys.stdout.flush()
-    journal, view = start_session(plan, host, out_dir), SessionView(plan, Console())
-    interrupted = run_cells(
-        plan, journal, out_dir, view, trainer=trainer, inherited=os.environ, fail_fast=arguments.fail_fast
-    )
+    journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
+    view = SessionView(plan, Console())
+    with contextlib.nullcontext() if resumed else claim(out_dir):
+        interrupted = run_cells(
+            plan,
+            journal,
+            out_dir,
+            view,
+            trainer=trainer,
+            inherited=os.environ,
+            runner=runner,
+            fail_fast=arguments.fail_fast,
+            finished=finished or {},
+        )
     report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
     stages = bounding_stages(report.evidence)

@@ -17,10 +17,10 @@ from repro.host import Host
 from repro.matrix import Matrix
 from repro.result import Result
 from repro.run_files import read_json
+from repro.spin import NOISE_LIMIT
 from repro.verify import Verification, check_folder
 from unilab.names import CONFIG_FILE
 
-NOISE_LIMIT = 0.05  # of the standard deviation of log ceilings, above which rates say too little about the code
 MATRIX_SETTINGS = ("algo", "task", "sim", "iterations", "interval", "ceiling", "overrides")
 CASE_SETTINGS = ("gpus", "workers", "overrides", "environment")
 # Settings of a run that say where it runs, not what it does.

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 from repro import text
-from repro.host import Host
+from repro.gpus import GpuLoad, gpu_loads
+from repro.host import Host, gpu_links
 from repro.matrix import Matrix, builtin_names, load_matrix
 from repro.place import Cpu
 from repro.plan import make_plan
 from repro.provenance import find_source, graph_hooks, trainer_package
+from repro.renderer import find_renderer
 from repro.schema import Strict
+from repro.spin import NOISE_LIMIT, SpinNoise, measure_spin
+
+
+class CaseFit(Strict):
+    """Whether this host can hold a case; `reason` says why not, or is None."""
+
+    case: str
+    reason: str | None
 
 
 class MatrixFit(Strict):
@@ -18,19 +30,32 @@ class MatrixFit(Strict):
         matrix: Its name.
         fits: Whether every case can be held.
         estimated_seconds: Expected duration of what can be held.
-        reasons: Why cases are skipped, one line for each.
+        cases: Every case of it.
     """
 
     matrix: str
     fits: bool
     estimated_seconds: float
-    reasons: tuple[str, ...]
+    cases: tuple[CaseFit, ...]
 
 
 class Diagnosis(Strict):
-    """Everything the doctor says; `--json` prints it."""
+    """Everything the doctor says; `--json` prints it.
+
+    Attributes:
+        host: Facts that also go into a report.
+        loads: What its GPUs do right now.
+        renderer: What can render videos, in words.
+        noise: How evenly the host computes right now.
+        trainer: Folder of the package that cells import.
+        graph_hooks: Whether that trainer captures its gradient all-reduce.
+        matrices: What fits.
+    """
 
     host: Host
+    loads: tuple[GpuLoad, ...]
+    renderer: str
+    noise: SpinNoise
     trainer: str
     graph_hooks: bool
     matrices: tuple[MatrixFit, ...]
@@ -46,6 +71,9 @@ def diagnose(host: Host, topology: tuple[Cpu, ...], matrix: str | None) -> Diagn
     package = trainer_package()
     return Diagnosis(
         host=host,
+        loads=gpu_loads(),
+        renderer=find_renderer(os.environ),
+        noise=measure_spin(),
         trainer=str(package) if package else "not importable",
         graph_hooks=graph_hooks(),
         matrices=tuple(_fit(item, host, topology) for item in matrices),
@@ -61,36 +89,79 @@ def choose_matrix(host: Host) -> tuple[str, str]:
 
 
 def doctor_lines(found: Diagnosis) -> list[str]:
-    """The diagnosis as text, one screen."""
+    """The diagnosis as text, one screen; with one matrix every case of it has a line."""
     host = found.host
     pairs = [
         ("GPUs", _gpus(host)),
-        ("driver", host.driver or "none"),
-        ("CPU", f"{host.cpu_model}, {text.count_of(host.cpu_count, 'logical CPU')}"),
+        *([("GPU links", _links(host))] if host.gpu_links else []),
+        *([("GPU load", _loads(found.loads))] if found.loads else []),
+        ("driver", f"{host.driver or 'none'}, NCCL {host.versions.get('nccl') or 'none'}"),
+        ("CPU", _cpu(host)),
         ("allowed", f"CPU {text.cpu_list(host.allowed_cpus)}, {text.count_of(host.physical_cores, 'physical core')}"),
         ("CPU limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"),
-        ("memory", _memory(host)),
-        ("/dev/shm", text.gib(host.shm_bytes)),
+        ("memory", f"{_memory(host)}; /dev/shm {text.gib(host.shm_bytes)}"),
         ("compiler", host.compiler or "none: torch.compile needs one on a GPU"),
+        ("renderer", found.renderer),
+        ("noise", _noise(found.noise)),
         ("versions", ", ".join(f"{name} {host.versions[name] or 'missing'}" for name in ("python", "torch", "mujoco"))),
         ("trainer", f"{found.trainer} \N{MIDDLE DOT} graph hooks: {found.graph_hooks}"),
     ]
     lines = [f"{name + ':':<11}{value}" for name, value in pairs]
     for fit in found.matrices:
-        answer = f"fits, about {text.duration(fit.estimated_seconds)}" if fit.fits else "does not fit"
-        lines.append(f"{'matrix:':<11}{fit.matrix} {answer}")
-        lines += [f"{'':<11}  {reason}" for reason in fit.reasons]
+        lines.append(f"{'matrix:':<11}{fit.matrix} {_answer(fit, in_full=len(found.matrices) == 1)}")
+        if len(found.matrices) == 1:
+            lines += [f"{'':<11}  {case.case}: {case.reason or 'fits'}" for case in fit.cases]
     return lines
+
+
+def _answer(fit: MatrixFit, in_full: bool) -> str:
+    """Whether a matrix fits; in short also why not, as its first reason."""
+    if fit.fits:
+        return f"fits, about {text.duration(fit.estimated_seconds)}"
+    able = sum(case.reason is None for case in fit.cases)
+    answer = f"does not fit, {able} of {text.count_of(len(fit.cases), 'case')} would run"
+    first = next(case for case in fit.cases if case.reason is not None)
+    return answer if in_full else f"{answer}: {first.case} {first.reason}"
 
 
 def _fit(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> MatrixFit:
     plan = make_plan(matrix, host, topology, find_source())
-    reasons = dict.fromkeys(f"{cell.case}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None)
+    reasons = {cell.case: cell.skip_reason for cell in plan.cells}
     return MatrixFit(
         matrix=matrix.name,
-        fits=not reasons,
+        fits=not any(reasons.values()),
         estimated_seconds=plan.estimated_seconds,
-        reasons=tuple(reasons),
+        cases=tuple(CaseFit(case=case.name, reason=reasons[case.name]) for case in matrix.cases),
+    )
+
+
+def _cpu(host: Host) -> str:
+    parts = [host.cpu_model, text.count_of(host.cpu_count, "logical CPU")]
+    if host.numa_nodes is not None:
+        parts.append(text.count_of(host.numa_nodes, "NUMA node"))
+    return ", ".join([*parts, f"governor {host.governor or 'unknown'}"])
+
+
+def _links(host: Host) -> str:
+    nodes = " ".join("?" if gpu.numa_node is None else f"{gpu.numa_node}" for gpu in host.gpus)
+    return f"{gpu_links(host)}; NUMA nodes {nodes}"
+
+
+def _loads(loads: tuple[GpuLoad, ...]) -> str:
+    busy = [
+        f"GPU {load.position} busy: {text.count_of(load.processes or 0, 'process', 'processes')}, "
+        f"{load.utilization or 0} %, {text.gib(load.used_bytes)}"
+        for load in loads
+        if load.busy
+    ]
+    return f"{'; '.join(busy)} (what is measured beside them is not this trainer's speed)" if busy else "idle"
+
+
+def _noise(found: SpinNoise) -> str:
+    judged = "within" if found.score <= NOISE_LIMIT else "above"
+    return (
+        f"{text.percent(found.score)} in {found.seconds:.1f} s of equal work on one CPU, {judged} {NOISE_LIMIT:.0%}"
+        f"{'' if judged == 'within' else ': something else computes here'}"
     )
 
 

@@ -22,6 +22,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *_probes(plan),
         *((f"micro-benchmarks first, at most {text.duration(benchmarks.LIMIT_SECONDS)}",) if matrix.benchmarks else ()),
         *([CEILING_LINE] if matrix.ceiling else []),
+        *_containers(plan),
         "",
         _table(plan),
         "",
@@ -57,6 +58,16 @@ def _table(plan: Plan) -> str:
         for number, cell in enumerate(plan.cells, start=1)
     ]
     return text.plain_table(("#", "cell", "kind", "workers", "CPUs", "GPU", "content"), rows, "rllrlll")
+
+
+def _containers(plan: Plan) -> list[str]:
+    if plan.executor.kind == "local":
+        return []
+    sets = {cell.case: text.cpu_list(cell.cpuset) for cell in plan.runnable if cell.cpuset is not None}
+    return [
+        f"each run in a container of {plan.executor.image} ({plan.executor.image_id}); "
+        f"CPUs: {', '.join(f'{case} {cpus}' for case, cpus in sets.items())}"
+    ]
 
 
 def _commands(plan: Plan) -> list[str]:

@@ -19,11 +19,14 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tbparse import SummaryReader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE, masked_crc32c
+from tensorboard.util.tensor_util import make_ndarray
 
 _EVENT_FILE_MARK = "tfevents"
 _HEADER = struct.Struct("<QI")  # payload length, masked CRC32C of the eight length bytes
 _CHECKSUM = struct.Struct("<I")  # masked CRC32C of the payload
+_SCALARS = "scalars"  # plugin of tensors that hold one number, which newer writers use in place of `simple_value`
 _SMALL_BATCH = 16  # below this many records the library's loop is faster than a step over columns
 _BATCH_BYTES = 32 * 2**20
 _CRC_TABLE = np.array(CRC_TABLE, dtype=np.uint32)
@@ -187,8 +190,8 @@ def read_events(run_dir: Path) -> EventLog:
     """
     path = find_event_file(run_dir)
     payloads, scan = _frame(path)
-    walked, summaries = _walk(path, payloads)
-    _compare(path, walked, _read_with_tbparse(path))
+    walked, summaries, tensors = _walk(path, payloads)
+    _compare(path, walked, _read_with_tbparse(path, tensors))
     return EventLog(path, scan, summaries, walked)
 
 
@@ -294,20 +297,34 @@ def _columnwise(payloads: list[memoryview]) -> NDArray[np.uint32]:
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
-def _walk(path: Path, payloads: list[memoryview]) -> tuple[dict[str, Series], int]:
-    """Scalars by tag in file order, and the number of records with a summary."""
+def _walk(path: Path, payloads: list[memoryview]) -> tuple[dict[str, Series], int, set[str]]:
+    """Scalars by tag in file order, the number of records with a summary, and the tags whose scalars are tensors."""
+    tensors: set[str] = set()
     columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
     summaries = 0
     for index, payload in enumerate(payloads):
         event = _parse(path, index, payload)
         summaries += event.HasField("summary")
         for value in event.summary.value:
-            if value.HasField("simple_value"):
+            if value.metadata.plugin_data.plugin_name == _SCALARS and value.HasField("tensor"):
+                tensors.add(value.tag)  # said with a tag's first value, and by some writers with every one
+            if value.HasField("simple_value") or value.tag in tensors:
                 steps, wall_times, values = columns.setdefault(value.tag, ([], [], []))
                 steps.append(event.step)
                 wall_times.append(event.wall_time)
-                values.append(value.simple_value)
-    return {tag: _series(*lists) for tag, lists in columns.items()}, summaries
+                values.append(_number(path, index, value))
+    return {tag: _series(*lists) for tag, lists in columns.items()}, summaries, tensors
+
+
+def _number(path: Path, index: int, value: Summary.Value) -> float:
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    try:
+        return float(make_ndarray(value.tensor).item())
+    except (TypeError, ValueError) as error:
+        raise Refusal(
+            Reason.DAMAGED_RECORD, f"{path.name}: record {index}: the scalar {value.tag} is not one number ({error})"
+        ) from error
 
 
 def _parse(path: Path, index: int, payload: memoryview) -> Event:
@@ -330,16 +347,25 @@ def _series(steps: object, wall_times: object, values: object) -> Series:
     return Series(np.asarray(steps, np.int64), np.asarray(wall_times, np.float64), np.asarray(values, np.float64))
 
 
-def _read_with_tbparse(path: Path) -> dict[str, Series]:
-    """All scalar points of the file (no sampling), sorted by step within a tag as tbparse returns them."""
+def _read_with_tbparse(path: Path, tensors: set[str]) -> dict[str, Series]:
+    """All scalar points of the file (no sampling), sorted by step within a tag as tbparse returns them.
+
+    Args:
+        path: the file.
+        tensors: tags whose scalars are tensors.
+    """
     with warnings.catch_warnings():
         # tbparse 0.0.9 sorts in place, which pandas 3.1 deprecates and pandas below 4 still does.
         warnings.filterwarnings("ignore", message="The inplace keyword in DataFrame.sort_values")
-        frame = SummaryReader(str(path), extra_columns={"wall_time"}, event_types={"scalars"}).scalars
-    if frame.empty:
-        return {}
+        kinds = {"scalars", "tensors"} if tensors else {"scalars"}
+        reader = SummaryReader(str(path), extra_columns={"wall_time"}, event_types=kinds)
+        frames = [reader.scalars]
+        if tensors:
+            frames.append(reader.tensors[reader.tensors["tag"].isin(tensors)])
     return {
-        str(tag): _series(rows["step"], rows["wall_time"], rows["value"])
+        str(tag): _series(rows["step"], rows["wall_time"], rows["value"].astype(float))
+        for frame in frames
+        if not frame.empty
         for tag, rows in frame.groupby("tag", sort=False)
     }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
 from repro.errors import UsageError
@@ -23,6 +24,7 @@ from repro.layout import (
     PLAN_FILE,
     PROBES_DIR,
     RUNS_DIR,
+    TELEMETRY_DIR,
     is_derived,
 )
 from repro.learning import Learning, learn
@@ -31,8 +33,9 @@ from repro.plan import Cell, Plan, check_plan, is_pinned, pinning, same_words
 from repro.run_files import find_value, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
+from repro.telemetry import Sample, read_telemetry
 from repro.throughput import Throughput, measure
-from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
+from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, GRADIENT_MEAN, MANIFEST_FILE
 
 # Reasons of the suite's own, beside those of `events.Reason`.
 NOT_AS_PLANNED = "not_as_planned"
@@ -95,6 +98,7 @@ class Evidence:
         inputs: SHA-256 of every raw file by its relative path.
         benchmarks: The micro-benchmarks, or None where the session ran none.
         probes: One entry for each probe of the matrix, in order.
+        telemetry: What the host did while each cell ran, by cell.
     """
 
     plan: Plan
@@ -104,6 +108,7 @@ class Evidence:
     inputs: Mapping[str, str]
     benchmarks: Benchmarks | None = None
     probes: tuple[ProbeEvidence, ...] = ()
+    telemetry: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
 
 def read_evidence(out_dir: Path) -> Evidence:
@@ -116,7 +121,9 @@ def read_evidence(out_dir: Path) -> Evidence:
     check_plan(plan)
     journal = read_journal(out_dir)
     ended = _ended(plan, journal)
-    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended])
+    moved = moved_cells(out_dir, journal)
+    _require_logs(out_dir, [cell for cell in plan.cells if cell.id in ended and cell.id not in moved])
+    telemetry = {cell.id: _telemetry(out_dir, cell, ended.get(cell.id)) for cell in plan.cells if cell.id not in moved}
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
     probes = read_probes(out_dir, plan, journal)
     stop = _stop(journal, probes)
@@ -124,14 +131,14 @@ def read_evidence(out_dir: Path) -> Evidence:
     inputs = hash_inputs(out_dir)
     benchmarks = _read_benchmarks(out_dir, plan, journal)
     cells = refuse_mixed_groups(refuse_copied_events(cells, inputs))
-    return Evidence(plan, host, journal, cells, inputs, benchmarks, probes)
+    return Evidence(plan, host, journal, cells, inputs, benchmarks, probes, telemetry)
 
 
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
-    """Entries of the folders of runs, logs and probes that belong to no planned cell or probe, one line each."""
-    owned = {name for cell in plan.cells for name in (cell.run, cell.log)}
+    """Entries of the session's folders that belong to no planned cell or probe, one line each."""
+    owned = {name for cell in plan.cells for name in (cell.run, cell.log, cell.stacks, cell.telemetry)}
     owned |= {name for probe in plan.matrix.probes for name in (record_file(probe), log_file(probe))}
-    folders = (RUNS_DIR, LOGS_DIR, PROBES_DIR)
+    folders = (RUNS_DIR, LOGS_DIR, TELEMETRY_DIR, PROBES_DIR)
     strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
     kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}
     return [f"{name}: belongs to no {kind} of {PLAN_FILE}" for name, kind in kinds.items()]
@@ -144,7 +151,7 @@ def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvide
 
 def usage_stop(journal: tuple[Entry, ...]) -> str | None:
     """Id of the cell whose settings the trainer refused, which ended the session; None where there is none."""
-    return next((entry.cell for entry in journal if entry.cell is not None and entry.exit_code == EXIT_USAGE), None)
+    return next((cell for cell, entry in last_ends(journal).items() if entry.exit_code == EXIT_USAGE), None)
 
 
 def _stop(journal: tuple[Entry, ...], probes: tuple[ProbeEvidence, ...]) -> str:
@@ -177,6 +184,13 @@ def _read_benchmarks(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> B
     return read_canonical(Benchmarks, out_dir / BENCHMARKS_FILE) if present or "benchmarks_ended" in events else None
 
 
+def _telemetry(out_dir: Path, cell: Cell, entry: Entry | None) -> tuple[Sample, ...]:
+    path = out_dir / cell.telemetry
+    if entry is not None and entry.samples is None and path.exists():
+        raise UsageError(f"{cell.telemetry} is there, though {JOURNAL_FILE} says that its cell was not sampled")
+    return read_telemetry(path, None if entry is None else entry.samples)
+
+
 def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
     missing = [cell.log for cell in cells if not (out_dir / cell.log).is_file()]
     if missing:
@@ -185,13 +199,10 @@ def _require_logs(out_dir: Path, cells: list[Cell]) -> None:
 
 def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
     known = {cell.id for cell in plan.cells}
-    ended: dict[str, Entry] = {}
     for entry in journal:
         if entry.cell is not None and entry.cell not in known:
             raise UsageError(f"{JOURNAL_FILE} names cell {entry.cell!r}, which is not in {PLAN_FILE}")
-        if entry.event == "cell_ended" and entry.cell is not None:
-            ended[entry.cell] = entry
-    return ended
+    return last_ends(journal)
 
 
 def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str) -> CellEvidence:
@@ -266,10 +277,25 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
     if is_pinned(cell):
         key, _, lists = pinning(cell.pools).partition("=")
         asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
+    if cell.world_size > 1:
+        asked |= _planned_ranks(cell, manifest, matrix.smoke)
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
     return None
+
+
+def _planned_ranks(cell: Cell, manifest: Mapping[str, Any], smoke: bool) -> dict[str, tuple[Any, Any]]:
+    """What several ranks must say of themselves, planned and found: all there, learning as one, a GPU each."""
+    listed = manifest.get("ranks")
+    ranks = [rank for rank in listed if isinstance(rank, dict)] if isinstance(listed, list) else []
+    asked: dict[str, tuple[Any, Any]] = {
+        "ranks": (list(range(cell.world_size)), [rank.get("rank") for rank in ranks]),
+        "dp_sync.mode": (GRADIENT_MEAN, find_value(manifest, "dp_sync", "mode")),
+    }
+    if not smoke:
+        asked["number of GPUs"] = (cell.world_size, len({f"{rank.get('gpu_uuid')}" for rank in ranks}))
+    return asked
 
 
 def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | None:
@@ -280,6 +306,13 @@ def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | 
     planned = {name: getattr(plan.source, name) for name in GIT_FACTS}
     if ran != planned:
         return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
+    trainer = plan.source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
+    if trainer is not None and command.get("source_sha256") != trainer:
+        found = _short(f"{command.get('source_sha256')}")
+        return f"{OTHER_CODE}: ran trainer sources {found}, but the plan was made for {_short(trainer)}"
+    if cell.cpuset is not None and command.get("affinity") != list(cell.cpuset):
+        planned_cpus, found_cpus = json.dumps(cell.cpuset), json.dumps(command.get("affinity"))
+        return f"{NOT_AS_PLANNED}: its container was planned with CPUs {planned_cpus}, the run says {found_cpus}"
     argv = command.get("argv")
     words = [LOG_DIR.sub(r"\1\2", str(word)) for word in argv] if isinstance(argv, list) else []
     if not same_words(cell.arguments, words):

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-import pynvml
 
-from repro.place import Cpu, read_topology
+from repro.gpus import Gpu, GpuLink, find_gpus
+from repro.place import SYSFS, Cpu, read_topology
 from repro.redact import Redactor
 from repro.schema import Strict
 
@@ -33,17 +33,10 @@ VERSIONED = (
     "unilab-repro",
 )
 RELEVANT_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "OPENBLAS_", "MUJOCO_", "UNILAB_")
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # torch's own; one is installed at most
 COMPILERS = ("gcc", "cc", "clang", "g++")
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-
-
-class Gpu(Strict):
-    """One GPU as the driver lists it."""
-
-    name: str
-    uuid: str
-    memory_bytes: int
 
 
 class Host(Strict):
@@ -65,6 +58,11 @@ class Host(Strict):
         compiler: Name of the first C compiler found, or None.
         versions: Versions by package; None where it is not installed.
         environment: Inherited variables that steer the libraries.
+        sockets: Sockets among the allowed CPUs, or None in files of older versions.
+        numa_nodes: NUMA nodes among them, or None where the kernel does not say.
+        governor: Frequency governors of the allowed CPUs, or None where the kernel does not say, as in most machines
+            that are virtual.
+        gpu_links: What joins each pair of GPUs.
     """
 
     platform: str
@@ -82,6 +80,10 @@ class Host(Strict):
     compiler: str | None
     versions: dict[str, str | None]
     environment: dict[str, str]
+    sockets: int | None = None
+    numa_nodes: int | None = None
+    governor: str | None = None
+    gpu_links: tuple[GpuLink, ...] = ()
 
     @property
     def gpu_unusable(self) -> str | None:
@@ -100,7 +102,7 @@ def find_host(environment: Mapping[str, str] | None = None) -> tuple[Host, tuple
     environ = os.environ if environment is None else environment
     allowed = allowed_cpus()
     topology = read_topology(allowed)
-    gpus, driver = find_gpus()
+    found = find_gpus()
     redactor = Redactor()
     host = Host(
         platform=f"{platform.system()} {kernel_version()} {platform.machine()}",
@@ -112,12 +114,16 @@ def find_host(environment: Mapping[str, str] | None = None) -> tuple[Host, tuple
         memory_bytes=int(psutil.virtual_memory().total),
         memory_limit_bytes=cgroup_memory(),
         shm_bytes=int(shutil.disk_usage("/dev/shm").total) if Path("/dev/shm").is_dir() else None,
-        gpus=gpus,
-        visible_gpus=visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), gpus),
-        driver=driver,
+        gpus=found.gpus,
+        visible_gpus=visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), found.gpus),
+        driver=found.driver,
         compiler=next((name for name in COMPILERS if shutil.which(name)), None),
         versions=versions(),
         environment={k: redactor.text(v) for k, v in sorted(environ.items()) if k.startswith(RELEVANT_PREFIXES)},
+        sockets=len({cpu.socket for cpu in topology}),
+        numa_nodes=numa_nodes(allowed),
+        governor=governor(allowed),
+        gpu_links=found.links,
     )
     return host, topology
 
@@ -143,36 +149,30 @@ def cpu_model() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
+def governor(cpus: tuple[int, ...], sysfs: Path = SYSFS) -> str | None:
+    """Frequency governors of some CPUs, as in ``performance``; several are joined, None where the kernel has none."""
+    found = {_read(sysfs / f"cpu{cpu}" / "cpufreq" / "scaling_governor") for cpu in cpus} - {""}
+    return ", ".join(sorted(found)) or None
+
+
+def numa_nodes(cpus: tuple[int, ...], sysfs: Path = SYSFS) -> int | None:
+    """How many NUMA nodes some CPUs belong to, or None where the kernel keeps none."""
+    found = {path.name for cpu in cpus for path in (sysfs / f"cpu{cpu}").glob("node[0-9]*")}
+    return len(found) or None
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that shape a result, read without importing them."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    found = {name: _version(name) for name in VERSIONED}
+    nccl = next((version for version in map(_version, NCCL_PACKAGES) if version), None)
+    return {"python": platform.python_version(), **found, "nccl": nccl}
 
 
-def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """GPUs and driver version through NVML; nothing where there is no driver."""
+def _version(package: str) -> str | None:
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return (), None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(
-            Gpu(
-                name=str(pynvml.nvmlDeviceGetName(handle)),
-                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        )
-        return gpus, str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def visible_gpus(variable: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
@@ -182,6 +182,16 @@ def visible_gpus(variable: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, ...]
     entries = [entry.strip() for entry in variable.split(",")]
     ending = next((i for i, entry in enumerate(entries) if entry in ("", "-1")), len(entries))  # CUDA stops there too
     return tuple(entries[:ending])
+
+
+def gpu_links(host: Host) -> str:
+    """What joins the GPUs, equal links together, as in ``NVLink (0-1 0-2); one PCIe switch (1-2)``."""
+    pairs: dict[str, list[str]] = {}
+    for link in host.gpu_links:
+        pairs.setdefault(link.link, []).append(f"{link.first}-{link.second}")
+    if len(pairs) == 1 and len(host.gpu_links) > 1:
+        return f"{next(iter(pairs))} (all pairs)"
+    return "; ".join(f"{link} ({' '.join(names)})" for link, names in pairs.items())
 
 
 def gpu_label(gpus: tuple[Gpu, ...], count: int) -> str:

@@ -23,6 +23,7 @@ Event = Literal[
     "cell_started",
     "cell_ended",
     "session_interrupted",
+    "session_resumed",
     "session_ended",
 ]
 Outcome = Literal["exited", "timeout", "interrupted"]
@@ -33,15 +34,17 @@ class Entry(Strict):
 
     Attributes:
         event: `session_started`, `probe_started`, `probe_ended`, `benchmarks_started`, `benchmarks_ended`,
-            `cell_started`, `cell_ended`, `session_interrupted` or `session_ended`.
+            `cell_started`, `cell_ended`, `session_interrupted`, `session_resumed` or `session_ended`.
         time: Time with its zone, ISO 8601; the suite writes UTC.
         cell: Id of the cell, for its two events.
         probe: Name of the probe, for its two events.
         outcome: How the cell or probe ended.
-        exit_code: Exit code of its process; negative for a signal; None where it was killed by the suite.
+        exit_code: Exit code of its process; negative for a signal; None where it was killed by the suite or a container
+            engine did not run it.
         seconds: Duration of its process, or of that of the micro-benchmarks.
         reason: Why the cell or probe did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.
+        samples: Lines of the cell's telemetry.
     """
 
     event: Event
@@ -53,6 +56,7 @@ class Entry(Strict):
     seconds: Annotated[float, Field(ge=0)] | None = None
     reason: str | None = None
     redacted: tuple[str, ...] | None = None
+    samples: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("time")
     @classmethod
@@ -79,6 +83,7 @@ class Journal:
         seconds: float | None = None,
         reason: str | None = None,
         redacted: tuple[str, ...] | None = None,
+        samples: int | None = None,
     ) -> Entry:
         """Append one entry and return it; see `Entry` for the fields."""
         entry = Entry(
@@ -91,6 +96,7 @@ class Journal:
             seconds=None if seconds is None else round(seconds, 3),
             reason=reason,
             redacted=redacted,
+            samples=samples,
         )
         line = json.dumps(entry.model_dump(mode="json", exclude_none=True), ensure_ascii=False, allow_nan=False) + "\n"
         with self._path.open("ab") as file:
@@ -131,7 +137,10 @@ def _entry(line: bytes, source: str) -> Entry:
 
 
 def _check_order(entries: tuple[Entry, ...]) -> None:
-    """Refuse an order that no session writes: it starts once and ends last, so does each of its cells and probes."""
+    """Refuse an order that no session writes: it starts once and ends last, so does each of its cells and probes.
+
+    What a resumed session does again is judged from there on.
+    """
     if not entries:
         raise UsageError(f"{JOURNAL_FILE} holds no entry; a session writes session_started first")
     last = len(entries)
@@ -144,7 +153,10 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
                 raise UsageError(f"{source}: {entry.event} names {f'no {kind}' if is_kind else f'{kind} {name!r}'}")
         if (entry.event == "session_started") != (number == 1):
             raise UsageError(f"{source}: {entry.event}; session_started is the first line and no other")
-        if entry.event in ("session_ended", "session_interrupted") and number != last:
+        if entry.event == "session_resumed":
+            seen.clear()
+        followed = number != last and entries[number].event != "session_resumed"
+        if entry.event in ("session_ended", "session_interrupted") and followed:
             raise UsageError(f"{source}: {entry.event} is not the last line")
         if (entry.event, entry.cell or entry.probe) in seen:
             kind = f"probe {entry.probe!r}" if entry.probe else f"cell {entry.cell!r}"

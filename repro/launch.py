@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
+
+import psutil
 
 from repro.journal import Outcome
 from repro.plan import CLEARED, Cell
@@ -50,6 +53,27 @@ class Ended:
     reason: str | None
 
 
+class Runner(Protocol):
+    """Runs a command to its end, as `run_cell`."""
+
+    def __call__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        out_dir: Path,
+        log: Path,
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+        late: Callable[[int], str] | None = None,
+    ) -> Ended:
+        """Run it."""
+
+
+def local_runner(cell: Cell) -> Runner:
+    """What runs a cell's commands on this host."""
+    return run_cell
+
+
 def cell_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, str]:
     """The environment of a cell: `trainer_environment`, then what the cell sets."""
     return {**trainer_environment(inherited), **cell.environment}
@@ -78,6 +102,7 @@ def run_cell(
     log: Path,
     timeout: float,
     grace: float = GRACE_SECONDS,
+    late: Callable[[int], str] | None = None,
 ) -> Ended:
     """Run a command to its end.
 
@@ -88,12 +113,13 @@ def run_cell(
         log: File for its output, both streams.
         timeout: Seconds before its process group is ended.
         grace: Seconds between SIGTERM and SIGKILL.
+        late: Called with the process id when the time is over, before anything is ended; says why it is late.
 
     Returns:
         How it ended. An interrupt (Ctrl-C) ends the process group too and is returned as the outcome `interrupted`.
     """
     began = time.monotonic()
-    with log.open("wb") as output, _interrupts_held() as let_interrupts_in:
+    with log.open("wb") as output, interrupts_held() as let_interrupts_in:
         process = subprocess.Popen(
             _tied(command),
             cwd=out_dir,
@@ -103,7 +129,7 @@ def run_cell(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        outcome, reason = _wait(process, timeout, grace, let_interrupts_in)
+        outcome, reason = _wait(process, timeout, grace, let_interrupts_in, late)
     seconds = time.monotonic() - began
     if outcome != "exited":
         return Ended(outcome, None, seconds, reason)
@@ -119,7 +145,29 @@ def _tied(command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
+def signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP act as Ctrl-C does: a stopped container or closed terminal leaves no cell.
+
+    A signal that is ignored stays so, as SIGHUP under nohup.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[Callable[[], None]]:
     """Keep interrupts back from here until the yielded function is called, which lets them in again, late ones first.
 
     So none can fall between the start of a process and the code that would end it. Handlers are replaced, not signals
@@ -147,14 +195,19 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], timeout: float, grace: float, let_interrupts_in: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    timeout: float,
+    grace: float,
+    let_interrupts_in: Callable[[], None],
+    late: Callable[[int], str] | None,
 ) -> tuple[Outcome, str | None]:
     try:
         let_interrupts_in()
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        how = _end_group(process, grace)
-        return "timeout", f"no end after {timeout:g} s; {how}"
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            why = f"{late(process.pid)}; " if late is not None else ""
+            return "timeout", f"{why}no end after {timeout:g} s; {_end_group(process, grace)}"
     except KeyboardInterrupt:
         return "interrupted", f"by the user; {_end_group(process, grace)}"
     finally:
@@ -163,7 +216,11 @@ def _wait(
 
 
 def _end_group(process: subprocess.Popen[bytes], grace: float) -> str:
-    """Ask the process group to end, then force it; return which of the two it took."""
+    """Ask the process group to end, then force it; return which of the two it took.
+
+    Ranks and collectors have groups of their own. They end with their parent, unless they hang too.
+    """
+    tree = process_tree(process.pid)
     _signal_group(process, signal.SIGTERM)
     try:
         process.wait(grace)
@@ -171,7 +228,20 @@ def _end_group(process: subprocess.Popen[bytes], grace: float) -> str:
         _signal_group(process, signal.SIGKILL)
         process.wait()
         return f"its process group did not end on SIGTERM within {grace:g} s and was killed"
+    finally:
+        for other in tree[1:]:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
     return "its process group ended on SIGTERM"
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all that descend from it; empty where it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -9,6 +9,8 @@ JOURNAL_FILE = "journal.jsonl"
 BENCHMARKS_FILE = "benchmarks.json"
 RUNS_DIR = "runs"
 LOGS_DIR = "logs"
+TELEMETRY_DIR = "telemetry"
+SUPERSEDED_DIR = "superseded"  # what attempts left whose cells were run again
 PROBES_DIR = "probes"
 CEILING_FILE = "ceiling.json"  # in the folder of a run
 

@@ -97,6 +97,16 @@ class SessionView:
         if self._live is not None:
             self._live.stop()
 
+    def kept(self, evidence: CellEvidence) -> None:
+        """A cell of an earlier part of the session is not run again."""
+        self._current = self._plan.cells.index(evidence.cell)
+        row = self._rows[self._current]
+        row.state = f"{evidence.status.replace('_', ' ')} before"
+        row.rate = evidence.throughput.steps_per_second if evidence.throughput else None
+        if self._live is None:
+            self._line(f"{self._place()} {evidence.cell.id}: {row.state}")
+        self._current = None
+
     def started(self, cell: Cell) -> None:
         """A cell began."""
         self._current = self._plan.cells.index(cell)

@@ -227,8 +227,8 @@ class Matrix(Strict):
         for case in self.cases:
             if self.smoke and len(case.gpus) == 1:
                 raise ValueError(
-                    f"case {case.name!r} names GPUs {list(case.gpus)}, but the matrix is smoke (CPU); leave gpus out, "
-                    "or list as many positions as it has ranks"
+                    f"case {case.name!r} names GPUs {list(case.gpus)}, but the matrix is smoke (CPU), where one rank "
+                    "needs none; leave gpus out, or list two or more for as many ranks"
                 )
             if not self.smoke and not case.gpus:
                 raise ValueError(f"case {case.name!r} names no GPU; set gpus = [0], or smoke = true for the CPU")

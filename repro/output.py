@@ -7,7 +7,7 @@ from pathlib import Path
 from repro.errors import UsageError
 
 
-def require_new(output: Path | None) -> None:
+def require_new(output: Path | None, flag: str = "--output") -> None:
     """Refuse a file that cannot be written or would replace another, before minutes are spent on its content.
 
     Raises:
@@ -16,8 +16,8 @@ def require_new(output: Path | None) -> None:
     if output is None:
         return
     if output.is_dir():
-        raise UsageError(f"--output {output} is a folder; name a new file in it")
+        raise UsageError(f"{flag} {output} is a folder; name a new file in it")
     if output.exists():
-        raise UsageError(f"--output {output} exists; older results are never replaced, choose another name")
+        raise UsageError(f"{flag} {output} exists; older results are never replaced, choose another name")
     if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: {output.parent} is not a folder; make it first, or choose another")
+        raise UsageError(f"{flag} {output}: {output.parent} is not a folder; make it first, or choose another")

@@ -47,10 +47,12 @@ class Placement:
     Attributes:
         pools: For each rank one CPU for each of its physics workers; all ranks have equally many.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each rank; empty on the CPU.
+        cpuset: CPUs of its container, ascending; None without one.
     """
 
     pools: tuple[tuple[int, ...], ...]
     gpus: tuple[str, ...]
+    cpuset: tuple[int, ...] | None = None
 
 
 class CannotHoldError(RuntimeError):
@@ -135,6 +137,25 @@ def place(workers: int | Literal["default", "all"], gpus: tuple[int, ...], offer
         raise CannotHoldError(f"asks for {each}, this host offers {offered}")
     pools = shares[:ranks] if count <= of_share else own
     return Placement(tuple(pool[:count] for pool in pools), entries)
+
+
+def choose_cpuset(pools: tuple[tuple[int, ...], ...], topology: tuple[Cpu, ...]) -> tuple[int, ...]:
+    """CPUs of a container, ascending: those of the physics workers, and one more for the learner of each rank.
+
+    A learner that may run only where physics workers sit would take their time, so such a container is refused.
+
+    Raises:
+        CannotHoldError: If too few CPUs are left.
+    """
+    workers, ranks = tuple(chain.from_iterable(pools)), len(pools)
+    free = [cpu for cpu in fill_order(topology) if cpu not in workers]
+    if len(free) < ranks:
+        needed = f"{text.count_of(len(workers), 'worker')} and {text.count_of(ranks, 'learner')}"
+        raise CannotHoldError(
+            f"in a container {needed} need {len(workers) + ranks} CPUs, this host offers {len(topology)}; "
+            "lower the case's workers"
+        )
+    return tuple(sorted((*workers, *free[:ranks])))
 
 
 def _pick_gpus(gpus: tuple[int, ...], visible: tuple[str, ...], unusable: str | None) -> tuple[str, ...]:

@@ -7,17 +7,18 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from repro.errors import UsageError
 from repro.host import Host
-from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR
+from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
 from repro.matrix import MOST_RANKS, Case, Matrix
-from repro.place import CannotHoldError, Cpu, Offer, Placement, place
+from repro.place import CannotHoldError, Cpu, Offer, Placement, choose_cpuset, place
 from repro.provenance import Source
 from repro.redact import Redactor
 from repro.schema import Strict, canonical_json
@@ -50,6 +51,7 @@ class Cell(Strict):
         arguments: Arguments of the trainer, paths relative to the report's folder.
         environment: Variables set for the trainer.
         skip_reason: Why this host cannot hold it, or None.
+        cpuset: CPUs of its container, ascending; None without one.
     """
 
     id: Annotated[str, Field(pattern=NAME)]
@@ -63,6 +65,7 @@ class Cell(Strict):
     arguments: tuple[str, ...]
     environment: dict[str, str]
     skip_reason: str | None
+    cpuset: tuple[int, ...] | None = None
 
     @property
     def pools(self) -> tuple[tuple[int, ...], ...]:
@@ -82,6 +85,39 @@ class Cell(Strict):
         """Log file, relative to the report's folder."""
         return f"{LOGS_DIR}/{self.id}.log"
 
+    @property
+    def stacks(self) -> str:
+        """Where its processes stood when its time was over, relative to the report's folder."""
+        return f"{LOGS_DIR}/{self.id}.stacks.txt"
+
+    @property
+    def telemetry(self) -> str:
+        """Samples of the host while it ran, relative to the report's folder."""
+        return f"{TELEMETRY_DIR}/{self.id}.jsonl"
+
+
+class Executor(Strict):
+    """What starts cells.
+
+    Attributes:
+        kind: `local`, the suite itself; or `docker`, each cell in a container of its own.
+        image: Name of the containers' image, or None.
+        image_id: Its id, or None.
+    """
+
+    kind: Literal["local", "docker"] = "local"
+    image: str | None = None
+    image_id: str | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if {self.image is None, self.image_id is None} != {self.kind == "local"}:
+            raise ValueError("docker has an image and its id, local has neither")
+        return self
+
+
+LOCAL = Executor()
+
 
 class Plan(Strict):
     """What a session is going to do, written before its first cell.
@@ -96,6 +132,7 @@ class Plan(Strict):
         timeout_seconds: Limit for one cell.
         estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
+        executor: What starts them.
     """
 
     schema_version: Literal[1]
@@ -107,6 +144,16 @@ class Plan(Strict):
     timeout_seconds: float
     estimated_seconds: float
     cells: tuple[Cell, ...]
+    executor: Executor = LOCAL
+
+    @model_validator(mode="after")
+    def _cpusets(self) -> Self:
+        for cell in self.cells:
+            if (cell.cpuset is not None) != (self.executor.kind == "docker" and cell.skip_reason is None):
+                raise ValueError(f"cell {cell.id!r} has a cpuset if and only if it runs in a container")
+            if cell.cpuset is not None and not set(cell.cpuset) > set(cell.cpu_ids or ()):
+                raise ValueError(f"cell {cell.id!r}: its cpuset must hold its workers' CPUs and one for its learner")
+        return self
 
     @property
     def runnable(self) -> tuple[Cell, ...]:
@@ -124,6 +171,7 @@ def make_plan(
     prefix: str | None = None,
     timeout: float | None = None,
     trainer: Sequence[str] = TRAINER,
+    executor: Executor = LOCAL,
     now: datetime | None = None,
 ) -> Plan:
     """Plan a matrix for a host; starts nothing.
@@ -137,6 +185,7 @@ def make_plan(
         prefix: Start of every cell's id.
         timeout: Limit for one cell in seconds; None takes the matrix's.
         trainer: Start of the command.
+        executor: What starts cells.
         now: Time of planning; None takes the clock.
 
     Raises:
@@ -147,6 +196,8 @@ def make_plan(
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
     placements = _place_all(matrix, host, topology)
+    if executor.kind == "docker":
+        placements = {name: _contained(placement, topology) for name, placement in placements.items()}
     cells = tuple(
         _cell(matrix, case, repeat, number, placements[case.name], prefix)
         for case, repeat, number in _order(matrix, placements)
@@ -166,6 +217,7 @@ def make_plan(
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
         estimated_seconds=round(probes + each * len(able) + ceilings, 1),
         cells=cells,
+        executor=executor,
     )
 
 
@@ -243,6 +295,16 @@ def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
         return str(error)
 
 
+def _contained(placement: Placement | str, topology: tuple[Cpu, ...]) -> Placement | str:
+    """A placement in a container, or why there is none."""
+    if isinstance(placement, str):
+        return placement
+    try:
+        return replace(placement, cpuset=choose_cpuset(placement.pools, topology))
+    except CannotHoldError as error:
+        return str(error)
+
+
 def _name(case: Case, repeat: int, warmup: int) -> str:
     return f"warmup{warmup}_{case.name}" if warmup else f"{case.name}_r{repeat}"
 
@@ -265,6 +327,7 @@ def _cell(matrix: Matrix, case: Case, repeat: int, warmup: int, placement: Place
         arguments=_arguments(matrix, case, f"{RUNS_DIR}/{identity}", pools),
         environment={"PYTHONUNBUFFERED": "1", **visible, **case.environment},
         skip_reason=None if placed else str(placement),
+        cpuset=placed.cpuset if placed else None,
     )
 
 
@@ -313,7 +376,7 @@ def _check_ids(cells: tuple[Cell, ...], source: str = "") -> None:
 
 
 def _recorded_placement(cell: Cell) -> Placement | str:
-    return Placement(cell.pools, cell.gpus) if cell.skip_reason is None else cell.skip_reason
+    return Placement(cell.pools, cell.gpus, cell.cpuset) if cell.skip_reason is None else cell.skip_reason
 
 
 def _differing_field(expected: Cell, found: Cell, redacted: bool) -> str | None:

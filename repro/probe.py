@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from repro.errors import UsageError
-from repro.launch import GRACE_SECONDS, REASON_LENGTH, Ended, run_cell
+from repro.launch import GRACE_SECONDS, REASON_LENGTH, Ended, Runner, run_cell
 from repro.matrix import ProbeName
 from repro.redact import Redactor
 from repro.schema import Strict, parse_model
@@ -164,7 +164,12 @@ class Probed:
 
 
 def run_probe(
-    asked: Asked, environment: Mapping[str, str], out_dir: Path, log: Path, grace: float = GRACE_SECONDS
+    asked: Asked,
+    environment: Mapping[str, str],
+    out_dir: Path,
+    log: Path,
+    grace: float = GRACE_SECONDS,
+    run: Runner = run_cell,
 ) -> Probed:
     """Run a probe to its end, at most `LIMIT_SECONDS`.
 
@@ -174,11 +179,12 @@ def run_probe(
         out_dir: Its working directory.
         log: File for its output, in a folder of `out_dir`.
         grace: Seconds between SIGTERM and SIGKILL.
+        run: What runs it; in a container it can write `out_dir` alone.
     """
-    with tempfile.TemporaryDirectory(prefix="repro-probe-") as name:
-        output = Path(name) / "findings.json"
+    with tempfile.TemporaryDirectory(prefix="repro-probe-", dir=out_dir) as name:
+        output = out_dir.resolve() / Path(name).name / "findings.json"
         command = [*PROGRAM, *asked.arguments, "--output", str(output)]
-        ended = run_cell(command, environment, out_dir, log, LIMIT_SECONDS, grace)
+        ended = run(command, environment, out_dir, log, LIMIT_SECONDS, grace)
         try:
             return Probed(ended, read_findings(asked, ended, output), None)
         except UsageError as error:

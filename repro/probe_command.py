@@ -11,7 +11,7 @@ from pathlib import Path
 from repro import text
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
-from repro.launch import trainer_environment
+from repro.launch import signals_interrupt, trainer_environment
 from repro.output import require_new
 from repro.plan import VISIBLE_DEVICES
 from repro.probe import Asked, Findings, Probed, plain, run_probe
@@ -33,7 +33,7 @@ def probe(arguments: argparse.Namespace) -> int:
     host, _ = find_host()
     asked = choose(arguments, host)
     variables = {} if asked.smoke else {VISIBLE_DEVICES: ",".join(host.visible_gpus[: asked.world_size])}
-    with tempfile.TemporaryDirectory(prefix="repro-probe-") as name:
+    with signals_interrupt(), tempfile.TemporaryDirectory(prefix="repro-probe-") as name:
         log = Path(name) / "logs" / "probe.log"
         log.parent.mkdir()
         probed = run_probe(asked, trainer_environment(os.environ) | variables, Path(name), log)

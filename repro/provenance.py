@@ -11,12 +11,14 @@ from typing import Literal
 from pydantic import ValidationError
 
 from repro.errors import UsageError
-from repro.redact import PROJECT
+from repro.redact import PROJECT, Redactor
 from repro.schema import Strict
 from unilab import names
 
 STAMP_FILE = "source_stamp.json"
 SOURCES = ("unilab", "repro", "pyproject.toml")  # what makes a checkout dirty; a report being written does not
+TRAINER_SUFFIXES = (".py", ".c", ".yaml", ".xml")  # as the trainer counts its own in `command.json`
+UNKNOWN = "unknown"
 SOURCE_SUFFIXES = (".py", ".c", ".yaml", ".xml", ".toml", ".j2")
 
 
@@ -29,6 +31,8 @@ class Source(Strict):
         dirty: Whether the sources differ from the commit, or None when unknown.
         diff_sha256: Hash of that difference, or None.
         sources_sha256: Hash over the installed files of both packages.
+        trainer: Folder of the trainer package that cells import, redacted; None in files of older versions.
+        trainer_sha256: Hash over that package, as its runs write it; None likewise.
     """
 
     origin: Literal["git", "stamp", "hash"]
@@ -36,11 +40,20 @@ class Source(Strict):
     dirty: bool | None
     diff_sha256: str | None
     sources_sha256: str
+    trainer: str | None = None
+    trainer_sha256: str | None = None
 
     @property
     def short(self) -> str:
         """Seven characters of the commit, or ``src`` and seven of the source hash."""
         return self.commit[:7] if self.commit else f"src{self.sources_sha256[:7]}"
+
+    @property
+    def revision(self) -> str:
+        """What an image of these sources has as its revision: commit, with ``-dirty`` where they differ from it."""
+        if self.commit is None:
+            return UNKNOWN
+        return f"{self.commit}-dirty" if self.dirty else self.commit
 
 
 class _Stamp(Strict):
@@ -50,11 +63,19 @@ class _Stamp(Strict):
 
 
 def find_source(project: Path = PROJECT) -> Source:
-    """Describe the code of this installation: git first, then a stamp file, else the hash alone.
+    """Describe the code of this installation: git first, then a stamp file, else the hash alone; and its trainer.
 
     Raises:
         UsageError: If a stamp file is there but malformed.
     """
+    package = trainer_package()
+    if package is None:
+        return _find_code(project)
+    trainer = {"trainer": Redactor().text(str(package)), "trainer_sha256": trainer_sha256(package)}
+    return _find_code(project).model_copy(update=trainer)
+
+
+def _find_code(project: Path) -> Source:
     sources = sources_sha256(project)
     commit = _git(project, "rev-parse", "HEAD")
     top = _git(project, "rev-parse", "--show-toplevel")
@@ -85,6 +106,15 @@ def sources_sha256(project: Path) -> str:
         for path in sorted(p for p in (project / package).rglob("*") if p.suffix in SOURCE_SUFFIXES):
             digest.update(f"{path.relative_to(project).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def trainer_sha256(package: Path) -> str:
+    """Hash over names and contents of the trainer's source files, equal to `source_sha256` of its `command.json`."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in TRAINER_SUFFIXES):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

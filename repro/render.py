@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from importlib import resources
 from typing import Any
 
 import jinja2
 
 from repro import text
+from repro.attempts import attempt_notes, session_seconds
 from repro.benchmarks import benchmark_table
 from repro.cycle import bounding_stages, learner_table, missing_tags, pool_table
+from repro.effects_section import effects_section
 from repro.evidence import Evidence, mixed_cases
 from repro.figures import RATES_FIGURE, STEPS_FIGURE
 from repro.headline import METRIC_NAMES, ceiling_share, headline
-from repro.host import Host
+from repro.host import Host, gpu_links
 from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
-from repro.plan import VISIBLE_DEVICES, shell_command
+from repro.noise_section import noise_sentence, steadiness_table
+from repro.plan import VISIBLE_DEVICES, Cell, Executor, shell_command
 from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.scaling_section import scaling_section
+from repro.telemetry_section import telemetry_section
 from repro.text import count_of, markdown_table
 from unilab.names import TRACE_FILE
 
@@ -66,6 +69,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
         "scaling": scaling_section(evidence.plan.matrix, result),
+        "effects": effects_section(matrix, result),
         "stages": "; ".join(bounding_stages(evidence).values()),
         "pool": pool_table(evidence) if measured else "",
         "learner": learner_table(evidence) if measured else "",
@@ -76,6 +80,9 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
         "sensitivity": _sensitivity(evidence),
+        "noise": noise_sentence(result.noise) if measured else "",
+        "steadiness": steadiness_table(result),
+        "telemetry": telemetry_section(evidence.telemetry),
         "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
         "cases": _cases(evidence),
@@ -90,8 +97,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
 
 
 def _session(evidence: Evidence) -> str:
-    times = [datetime.fromisoformat(entry.time) for entry in evidence.journal]
-    took = f" in {text.duration((times[-1] - times[0]).total_seconds())}" if len(times) > 1 else ""
+    took = f" in {text.duration(session_seconds(evidence.journal))}" if len(evidence.journal) > 1 else ""
     ran = sum(entry.event == "cell_ended" for entry in evidence.journal)
     return f"on {evidence.plan.created[:10]} (UTC){took}, {count_of(ran, 'run')} one after the other"
 
@@ -176,9 +182,15 @@ def _sensitivity(evidence: Evidence) -> str:
 
 def _problems(evidence: Evidence) -> str:
     rows = [
-        [item.cell.id, item.status.replace("_", " "), item.reason or text.NOTHING] for item in missing_cells(evidence)
+        [item.cell.id, item.status.replace("_", " "), (item.reason or text.NOTHING) + _stacks(evidence, item.cell)]
+        for item in missing_cells(evidence)
     ]
     return markdown_table(("cell", "status", "reason"), rows, "lll") if rows else ""
+
+
+def _stacks(evidence: Evidence, cell: Cell) -> str:
+    """A link to where the processes of a cell stood, where that is known."""
+    return f" ([stacks]({cell.stacks}))" if cell.stacks in evidence.inputs else ""
 
 
 def _benchmarks(evidence: Evidence) -> str:
@@ -195,6 +207,7 @@ def _notes(evidence: Evidence) -> list[str]:
         for item in evidence.cells
         if item.ceiling_reason is not None
     ]
+    notes += attempt_notes(evidence.journal)
     for item in evidence.plan.matrix.comparisons:
         difference = mixed_cases(evidence.cells, item.denominator, item.numerator)
         if difference is not None:
@@ -222,6 +235,8 @@ def _cases(evidence: Evidence) -> str:
     for case in evidence.plan.matrix.cases:
         cell = next(cell for cell in evidence.plan.cells if cell.case == case.name)
         where = f"CPU {text.pools(cell.pools)}" if cell.pools else "this host cannot hold it"
+        if cell.cpuset is not None:
+            where += f", container {text.cpu_list(cell.cpuset)}"
         gpus = ", ".join(map(str, case.gpus)) or "none"
         rows.append([case.name, gpus, f"{case.workers}", text.workers(cell.pools), where, case.reason])
     headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
@@ -245,11 +260,17 @@ def _environment(evidence: Evidence) -> str:
     host = evidence.host
     rows = [
         ["code", _code(evidence.plan.source)],
+        *([["trainer", evidence.plan.source.trainer]] if evidence.plan.source.trainer else []),
+        *_containers(evidence.plan.executor),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
+        ["sockets, NUMA nodes", f"{_known(host.sockets)}, {_known(host.numa_nodes)} among the allowed CPUs"],
+        ["frequency governor", _known(host.governor)],
         ["CPU time limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"],
         ["memory", _memory(host)],
         ["GPUs", ", ".join(f"{gpu.name} ({text.gib(gpu.memory_bytes)})" for gpu in host.gpus) or "none"],
+        *([["GPU clock, NUMA node", _gpu_places(host)]] if host.gpus else []),
+        *([["GPU links", gpu_links(host)]] if host.gpu_links else []),
         ["GPU driver", host.driver or "none"],
         ["system", host.platform],
         ["compiler", host.compiler or "none"],
@@ -257,6 +278,20 @@ def _environment(evidence: Evidence) -> str:
         *([f"${name}", value] for name, value in sorted(host.environment.items())),
     ]
     return markdown_table(("what", "value"), rows, "ll")
+
+
+def _gpu_places(host: Host) -> str:
+    """Highest clock and NUMA node of every GPU, as the driver and the kernel say."""
+    return ", ".join(f"{_known(gpu.max_sm_clock_mhz)} MHz at node {_known(gpu.numa_node)}" for gpu in host.gpus)
+
+
+def _known(value: int | str | None) -> str:
+    return "unknown" if value is None else f"{value}"
+
+
+def _containers(executor: Executor) -> list[list[str]]:
+    """The image of a session whose cells ran in containers."""
+    return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 
 def _code(source: Source) -> str:

@@ -11,8 +11,10 @@ from repro.evidence import CellEvidence, Evidence, mixed_cases
 from repro.host import Host
 from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix, Metric
+from repro.noise import NoiseResult, session_noise
 from repro.schema import Strict, canonical_json
 
+DECIMALS = 6  # kept of small differences of large numbers, of which few digits are the same on all machines
 DIGITS = 10  # significant digits kept, so that the last bits of another machine's libm do not change the file
 
 CellStatus = Literal[
@@ -41,7 +43,11 @@ WORST_FIRST: tuple[ComparisonVerdict, ...] = (
 
 
 class CellResult(Strict):
-    """One run. Rates are per wall second, times in ms unless named otherwise; null means there is no number."""
+    """One run. Rates are per wall second, times in ms unless named otherwise; null means there is no number.
+
+    `trend` is the change of the rate over the window as a share of its mean, `autocorrelation` that of neighbouring
+    intervals, and `effective_points` what the window's intervals are worth; see `repro/steadiness.py`.
+    """
 
     id: str
     case: str
@@ -58,6 +64,11 @@ class CellResult(Strict):
     learner_cycle_ms: float | None
     startup_seconds: float | None
     run: str | None
+    trend: float | None = None
+    trend_ci_low: float | None = None
+    trend_ci_high: float | None = None
+    autocorrelation: float | None = None
+    effective_points: float | None = None
 
 
 class GroupResult(Strict):
@@ -131,6 +142,7 @@ class Result(Strict):
     probes: tuple[ProbeResult, ...]
     learning: tuple[LearningResult, ...]
     verdict: ResultVerdict
+    noise: NoiseResult | None = None
 
 
 def compute_result(evidence: Evidence) -> Result:
@@ -149,6 +161,7 @@ def compute_result(evidence: Evidence) -> Result:
         probes=tuple(ProbeResult(name=p.name, passed=p.status == "passed", detail=p.detail) for p in evidence.probes),
         learning=learning,
         verdict=_verdict(evidence, comparisons, learning),
+        noise=session_noise(evidence),
     )
 
 
@@ -185,6 +198,7 @@ def missing_cells(evidence: Evidence) -> tuple[CellEvidence, ...]:
 
 def _cell(item: CellEvidence) -> CellResult:
     measured = item.throughput
+    steady = measured.steadiness if measured else None
     assert item.status in CellStatus.__args__  # type: ignore[attr-defined]
     return CellResult(
         id=item.cell.id,
@@ -202,6 +216,11 @@ def _cell(item: CellEvidence) -> CellResult:
         learner_cycle_ms=_rounded(measured.learner_cycle_ms if measured else None),
         startup_seconds=_rounded(measured.startup_seconds if measured else None),
         run=item.cell.run if item.has_run else None,
+        trend=_small(steady.trend if steady else None),
+        trend_ci_low=_small(steady.trend_low if steady else None),
+        trend_ci_high=_small(steady.trend_high if steady else None),
+        autocorrelation=_small(steady.autocorrelation if steady else None),
+        effective_points=_small(steady.effective_points if steady else None),
     )
 
 
@@ -286,6 +305,10 @@ def _verdict(
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
+
+
+def _small(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS) + 0.0  # no -0.0
 
 
 if __name__ == "__main__":

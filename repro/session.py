@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
-from repro.benchmarks import run_benchmarks
+from repro.attempts import supersede
+from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.host import Host, gpu_label
-from repro.journal import Journal, Outcome
-from repro.launch import GRACE_SECONDS, INTERRUPTS, Ended, cell_environment, run_cell
+from repro.journal import Journal, Outcome, read_journal
+from repro.late import examine
+from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_runner, signals_interrupt
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.plan import Cell, Plan
@@ -23,6 +24,7 @@ from repro.redact import Redactor
 from repro.result import Result, missing_cells
 from repro.schema import canonical_json
 from repro.session_probes import log_file, run_probes
+from repro.telemetry import Sampler
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INCOMPLETE, EXIT_OK, EXIT_USAGE
 
 REPORTS = Path("reports")
@@ -92,7 +94,9 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
-    return plan.model_copy(update={"cells": cells, "matrix": matrix})
+    image = plan.executor.image
+    executor = plan.executor.model_copy(update={"image": image and redactor.text(image)})
+    return plan.model_copy(update={"cells": cells, "matrix": matrix, "executor": executor})
 
 
 def run_cells(
@@ -103,8 +107,10 @@ def run_cells(
     *,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    runner: Callable[[Cell], Runner] = local_runner,
     fail_fast: bool = False,
     grace: float = GRACE_SECONDS,
+    finished: Mapping[str, CellEvidence] = MappingProxyType({}),
 ) -> bool:
     """Run the probes, then every cell that the host can hold.
 
@@ -117,27 +123,35 @@ def run_cells(
         view: Shows what happens.
         trainer: Start of every command.
         inherited: The environment that cells inherit.
+        runner: Gives what runs a cell's commands.
         fail_fast: Stop after the first cell that gives no number.
         grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
+        finished: Cells of a resumed session that are not run again, by id.
 
     Returns:
         Whether the session was interrupted.
     """
-    with _signals_interrupt(), view:
+    with signals_interrupt(), view:
         try:
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace)
+            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner)
             if probed == "interrupted":
                 journal.write("session_interrupted")
                 return True
             if probed == "failed":
                 journal.write("session_ended")
                 return False
-            if plan.matrix.benchmarks and _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
+            if _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
                 journal.write("session_interrupted")
                 return True
             for cell in plan.runnable:
+                if cell.id in finished:
+                    view.kept(finished[cell.id])
+                    continue
+                _put_aside(out_dir, cell)
                 view.started(cell)
-                evidence, ended, interrupted = _run_one(plan, cell, journal, out_dir, trainer, inherited, grace)
+                evidence, ended, interrupted = _run_one(
+                    plan, cell, journal, out_dir, trainer, inherited, runner(cell), grace
+                )
                 view.ended(evidence, ended.seconds)
                 if interrupted:
                     journal.write("session_interrupted")
@@ -152,11 +166,27 @@ def run_cells(
 
 
 def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapping[str, str]) -> Outcome | None:
-    """Run the micro-benchmarks on the devices of the first cell; return how their process ended."""
+    """Run the micro-benchmarks on the devices of the first cell; return how their process ended.
+
+    None where the matrix asks for none, or an earlier part of the session ran them.
+    """
+    if not plan.matrix.benchmarks or any(entry.event == "benchmarks_ended" for entry in read_journal(out_dir)):
+        return None
     journal.write("benchmarks_started")
-    ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
+    ended = None
+    if plan.executor.kind == "docker":
+        leave_out(out_dir, "runs are in containers, and their image holds no benchmarks")
+    else:
+        ended = run_benchmarks(out_dir, cell_environment(inherited, plan.runnable[0]))
     journal.write("benchmarks_ended", seconds=ended.seconds if ended is not None else None)
     return ended.outcome if ended is not None else None
+
+
+def _put_aside(out_dir: Path, cell: Cell) -> None:
+    """Keep what an earlier attempt of a cell left; one that was cut off still holds names and paths."""
+    kept = supersede(out_dir, cell, read_journal(out_dir))
+    if kept is not None:
+        Redactor(out_dir).folder(kept)
 
 
 def _run_one(
@@ -166,17 +196,24 @@ def _run_one(
     out_dir: Path,
     trainer: Sequence[str],
     inherited: Mapping[str, str],
+    run: Runner,
     grace: float,
 ) -> tuple[CellEvidence, Ended, bool]:
     journal.write("cell_started", cell=cell.id)
     command, environment = [*trainer, *cell.arguments], cell_environment(inherited, cell)
     log = out_dir / cell.log
-    ended = run_cell(command, environment, out_dir, log, plan.timeout_seconds, grace)
+    late = partial(examine, run_dir=out_dir / cell.run, log=log, stacks=out_dir / cell.stacks)
+    gpus = () if plan.matrix.smoke else cell.gpus
+    descends = plan.executor.kind == "local"
+    with Sampler(out_dir / cell.telemetry, cell.cpu_ids or (), gpus, descends=descends) as sampler:
+        ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace, late)
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling:
-        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace)
+        interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
     redactor = Redactor(out_dir)
-    redactor.file(log)
+    for path in (log, out_dir / cell.stacks):
+        if path.exists():
+            redactor.file(path)
     run_dir = out_dir / cell.run
     redacted = redactor.folder(run_dir) if run_dir.is_dir() else []
     entry = journal.write(
@@ -187,6 +224,7 @@ def _run_one(
         seconds=ended.seconds,
         reason=ended.reason,
         redacted=tuple(redacted) or None,
+        samples=sampler.count,
     )
     return judge_cell(out_dir, plan, cell, entry), ended, interrupted
 
@@ -233,25 +271,3 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
 
 def _any_number(result: Result) -> bool:
     return any(cell.steps_per_second is not None for cell in result.cells)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the session as Ctrl-C does: a stopped container or closed terminal leaves no cell.
-
-    A signal that is ignored stays so, as SIGHUP under nohup.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in INTERRUPTS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

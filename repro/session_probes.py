@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from repro.errors import UsageError
-from repro.journal import Entry, Journal
-from repro.launch import GRACE_SECONDS, cell_environment
+from repro.journal import Entry, Journal, read_journal
+from repro.launch import GRACE_SECONDS, Runner, cell_environment, local_runner
 from repro.layout import JOURNAL_FILE, LOGS_DIR, PROBES_DIR
 from repro.matrix import ProbeName
 from repro.plan import Cell, Plan
@@ -88,8 +88,9 @@ def run_probes(
     say: Callable[[str], None],
     inherited: Mapping[str, str],
     grace: float = GRACE_SECONDS,
+    runner: Callable[[Cell], Runner] = local_runner,
 ) -> Status:
-    """Run all probes of a matrix and keep what they found.
+    """Run the probes of a matrix and keep what they found; those that passed before a session was resumed stay.
 
     Args:
         plan: The plan.
@@ -98,15 +99,20 @@ def run_probes(
         say: Shows a line.
         inherited: The environment that cells inherit.
         grace: Seconds between SIGTERM and SIGKILL.
+        runner: Gives what runs a cell's commands, here the widest cell's.
 
     Returns:
         `passed`, also without a probe; `failed` if any did; `interrupted` as soon as one was.
     """
     status: Status = "passed"
+    passed = {probe.name for probe in read_probes(out_dir, plan, read_journal(out_dir)) if probe.status == "passed"}
     for asked in planned_probes(plan):
+        if asked.probe in passed:
+            continue
         journal.write("probe_started", probe=asked.probe)
         log = out_dir / log_file(asked.probe)
-        found = run_probe(asked, cell_environment(inherited, _widest(plan)), out_dir, log, grace)
+        widest = _widest(plan)
+        found = run_probe(asked, cell_environment(inherited, widest), out_dir, log, grace, runner(widest))
         Redactor(out_dir).file(log)
         record = _keep(out_dir, asked, found)
         entry = journal.write(
@@ -132,7 +138,8 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
         UsageError: If plan, journal and files contradict each other, or a file is malformed.
     """
     started = [entry.probe for entry in journal if entry.event == "probe_started"]
-    ended = {entry.probe: entry for entry in journal if entry.event == "probe_ended"}
+    last = {entry.probe: entry for entry in journal if entry.probe is not None}
+    ended = {probe: entry for probe, entry in last.items() if entry.event == "probe_ended"}
     strange = [name for name in started if name not in plan.matrix.probes]
     if strange:
         raise UsageError(f"{JOURNAL_FILE} has probe {strange[0]!r}, though the matrix does not ask for it")

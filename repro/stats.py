@@ -119,6 +119,19 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return Ratio(math.exp(mean), low, high, len(a))
 
 
+def pooled_spread(groups: Sequence[Sequence[float]]) -> float:
+    """Standard deviation of log values within groups: squared deviations from each group's mean over all (n - 1).
+
+    Raises:
+        ValueError: if there is no group, one has fewer than two values, or a value is not finite and positive.
+    """
+    logs = [_logs("group", group, at_least=2) for group in groups]
+    if not logs:
+        raise ValueError("a spread needs at least one group")
+    squares = sum(float(np.sum((group - np.mean(group)) ** 2)) for group in logs)
+    return math.sqrt(squares / sum(len(group) - 1 for group in logs))
+
+
 def verdict(ratio: float, lo: float | None, hi: float | None, margin: float) -> Verdict:
     """What a comparison says about a change, with the smallest change that matters.
 

@@ -32,6 +32,11 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None else f"{100 * value:.1f} %"
 
 
+def change(value: float | None) -> str:
+    """A relative change as a percentage with its sign."""
+    return NOTHING if value is None else f"{100 * value:+.1f} %"
+
+
 def ratio(value: float | None) -> str:
     """A ratio, with the multiplication sign behind it."""
     return NOTHING if value is None else f"{value:.3f}\N{MULTIPLICATION SIGN}"

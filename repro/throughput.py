@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
 from repro.run_files import MOST, RunEnd, find_count, read_json, read_progress, read_run_end
+from repro.steadiness import Steadiness, steadiness, trend_note
 from unilab.names import (
     ACTION_WAIT_MS,
     APPLY_MS,
@@ -96,6 +97,7 @@ class Throughput:
         tail_median: their median, middle values averaged.
         tail_p90: their 90th percentile, linearly interpolated.
         window_sensitivity: the main metric for other tails; None where a tail holds fewer than two events.
+        steadiness: trend and autocorrelation of the rate inside the window.
         physics_fraction: tail mean of the share of the tick spent inside physics, or None without the tag.
         exposed_ms: tail mean of the tick's time outside physics in ms, or None without the tag.
         learner_cycle_ms: tail mean of the update phase's device time in ms, or None without the tag.
@@ -121,6 +123,7 @@ class Throughput:
     tail_median: float
     tail_p90: float
     window_sensitivity: dict[float, float | None]
+    steadiness: Steadiness
     physics_fraction: float | None
     exposed_ms: float | None
     learner_cycle_ms: float | None
@@ -186,6 +189,8 @@ def _throughput(
     notes: list[str],
 ) -> Throughput:
     values = series.values[window.first_index :]
+    steady = steadiness(series.steps[window.first_index :], series.wall_times[window.first_index :])
+    trend = trend_note(steady)
     rows, row_notes = _learner_rows_per_second(run_dir, log, window)
     learning_seconds = _tail_mean(log, LEARNING_TIME, window)
     return Throughput(
@@ -198,6 +203,7 @@ def _throughput(
         tail_median=float(np.median(values)),
         tail_p90=float(np.percentile(values, 90)),
         window_sensitivity=_sensitivity(series),
+        steadiness=steady,
         physics_fraction=_tail_mean(log, PHYSICS_FRACTION, window),
         exposed_ms=_tail_mean(log, EXPOSED_MS, window),
         learner_cycle_ms=None if learning_seconds is None else 1e3 * learning_seconds,
@@ -206,7 +212,7 @@ def _throughput(
         mean_reward=_last(log, MEAN_REWARD),
         mean_episode_length=_last(log, MEAN_EPISODE_LENGTH),
         startup_seconds=None if end is None else end.startup_seconds,
-        notes=[*notes, *row_notes],
+        notes=[*notes, *([trend] if trend else []), *row_notes],
         steps=series.steps,
         seconds=series.wall_times - series.wall_times[0],
         rates=np.diff(series.steps) / np.diff(series.wall_times),

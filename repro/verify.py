@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from repro.attempts import attempt_problems
 from repro.errors import UsageError
 from repro.evidence import unowned
 from repro.figures import installed_version
@@ -55,6 +56,7 @@ class Verification:
             read_model(Result, self.folder / RESULT_FILE)
             report = derive_report(self.folder)
             problems += unowned(self.folder, report.evidence.plan)
+            problems += attempt_problems(self.folder, report.evidence.journal)
         except UsageError as error:
             problems.append(str(error))
         passed = self._conclude("schemas", problems, "ok, plan, host, journal and result fit")

@@ -13,6 +13,7 @@ TORCH_FREE = [
     ROOT / "unilab" / "names.py",
     ROOT / "unilab" / "collector.py",
     ROOT / "unilab" / "channel.py",
+    ROOT / "unilab" / "stacks.py",
     *sorted((ROOT / "unilab" / "physics").glob("*.py")),
 ]
 

@@ -10,8 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from unilab.capture import on_stream
 from unilab.config import RunConfig, load_config
+from unilab.flash_sac.config import FlashSacParams
 from unilab.hardware import HostUnfit, choose_device, learner_threads
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
 from unilab.runner import build_task
@@ -30,6 +32,8 @@ from unilab.synthetic import SETTLING_CYCLES, SyntheticRank, update_errors
 
 # Whether objectives are compiled, whether the phase is captured.
 VARIANTS = {"eager": (False, False), "inductor": (True, False), "graph": (False, True), "inductor+graph": (True, True)}
+# Of an algorithm that can compile less than its whole objectives.
+LOSS_ONLY = "inductor-loss"
 CYCLES = 50
 WARMUP_CYCLES = 3
 
@@ -39,7 +43,7 @@ class Measurement:
     """One variant.
 
     Attributes:
-        variant: one of `VARIANTS`.
+        variant: one of `variants_of` the run.
         ms: median of `cycles_ms`.
         cycles_ms: milliseconds of every cycle; device time on CUDA, wall time elsewhere.
         kernels: kernels of one cycle, copies and fills left out; None where the profiler does not list them.
@@ -94,7 +98,7 @@ def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.cycles < 1:
         raise ValueError(f"--cycles {arguments.cycles}: must be at least 1")
     device = choose_device(config)
-    names = choose_variants(arguments.variants, device)
+    names = choose_variants(arguments.variants, device, variants_of(config))
     torch.set_num_threads(learner_threads())
     build_task(config, device)  # refuses what does not fit
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -115,17 +119,25 @@ def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def choose_variants(asked: str | None, device: torch.device) -> list[str]:
+def variants_of(config: RunConfig) -> dict[str, tuple[bool, bool]]:
+    """The variants that a run's algorithm has."""
+    has_region = isinstance(config.algo.algo_params, FlashSacParams)
+    return VARIANTS | ({LOSS_ONLY: (True, False)} if has_region else {})
+
+
+def choose_variants(
+    asked: str | None, device: torch.device, variants: Mapping[str, tuple[bool, bool]] = VARIANTS
+) -> list[str]:
     """Names of the variants to run: those asked for, else all that the device can run.
 
     Raises:
         ValueError: for an unknown or repeated name, or one that the device cannot run.
     """
-    able = list(VARIANTS) if device.type == "cuda" else ["eager"]
+    able = list(variants) if device.type == "cuda" else ["eager"]
     names = able if asked is None else asked.split(",")
     for name in names:
-        if name not in VARIANTS:
-            raise ValueError(f"--variants {asked}: unknown variant {name!r}; there is {', '.join(VARIANTS)}")
+        if name not in variants:
+            raise ValueError(f"--variants {asked}: unknown variant {name!r}; there is {', '.join(variants)}")
         if name not in able:
             raise ValueError(f"--variants {asked}: {name} needs CUDA, this is {device.type}; type --variants eager")
     if len(set(names)) != len(names):
@@ -146,7 +158,7 @@ def measure(
     Args:
         config: the run.
         device: where to run.
-        name: one of `VARIANTS`.
+        name: one of `variants_of` the run.
         start: state of the registry to begin from.
         reference: that state after one eager cycle.
         cycles: cycles to time.
@@ -154,7 +166,10 @@ def measure(
     Raises:
         RuntimeError: if the update is not finite.
     """
-    compiled, captured = VARIANTS[name]
+    compiled, captured = variants_of(config)[name]
+    config = deepcopy(config)
+    if isinstance(config.algo.algo_params, FlashSacParams):
+        config.algo.algo_params.compile_full_objectives = name != LOSS_ONLY
     torch._dynamo.reset()
     rank = SyntheticRank(config, device, compiled)
     rank.registry.restore(start)
@@ -234,7 +249,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algo", default="sac", help="algorithm (default sac)")
     parser.add_argument("--task", default="g1_walk_flat", help="task (default g1_walk_flat)")
     parser.add_argument("--sim", default="mujoco", help="physics backend whose sizes are taken (default mujoco)")
-    parser.add_argument("--variants", metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all the device can run)")
+    parser.add_argument(
+        "--variants", metavar="A,B", help=f"of {', '.join([*VARIANTS, LOSS_ONLY])} (default: all that can run)"
+    )
     parser.add_argument("--cycles", metavar="N", type=int, default=CYCLES, help=f"cycles to time (default {CYCLES})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a file")

@@ -21,6 +21,7 @@ from unilab.physics.mujoco_pool import MujocoPool
 from unilab.physics.pinning import confine
 from unilab.physics.spec import PhysicsSpec
 from unilab.physics.states import StateRecorder
+from unilab.stacks import print_stacks_on_signal
 
 # A learner may compile for minutes before the first command; its death is seen at once, as end-of-file.
 COMMAND_TIMEOUT = 1800.0
@@ -125,6 +126,7 @@ class Collector:
 
 def main() -> int:
     """Entry point of the child process."""
+    print_stacks_on_signal()
     parser = argparse.ArgumentParser(description="internal: started by the trainer")
     for name in ("read-fd", "write-fd", "memory-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -17,6 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from unilab.algorithm import AlgoConfig
+from unilab.flash_sac.config import FlashSacConfig
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
 from unilab.tasks.go2_joystick_flat_config import Go2JoystickFlatConfig, Go2JoystickFlatRewards
@@ -45,7 +47,7 @@ class TaskSchema(NamedTuple):
 
 
 CONF = Path(__file__).parent / "conf"
-ALGORITHMS = ("sac",)
+ALGORITHMS: dict[str, type[AlgoConfig]] = {"sac": SacConfig, "flashsac": FlashSacConfig}
 TASKS = {
     "g1_walk_flat": TaskSchema("G1WalkFlat", G1WalkFlatConfig, G1WalkFlatRewards),
     "go2_joystick_flat": TaskSchema("Go2JoystickFlat", Go2JoystickFlatConfig, Go2JoystickFlatRewards),
@@ -119,7 +121,7 @@ class TrainingConfig:
 class RunConfig:
     """Everything that defines a run."""
 
-    algo: SacConfig = field(default_factory=SacConfig)
+    algo: AlgoConfig = field(default_factory=SacConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     env: VelocityTaskConfig = field(default_factory=G1WalkFlatConfig)
     reward: RewardWeights = field(default_factory=G1WalkFlatRewards)
@@ -153,13 +155,13 @@ def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> Run
         ValueError: one line naming what is wrong and what to type instead.
     """
     for what, value, known in (
-        ("algorithm", algo, ALGORITHMS),
+        ("algorithm", algo, tuple(ALGORITHMS)),
         ("task", task, tuple(TASKS)),
         ("backend", sim, BACKENDS),
     ):
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}{_nearest(value, known)}; there is {', '.join(known)}")
-    schema = _schema(TASKS[task])
+    schema = _schema(ALGORITHMS[algo], TASKS[task])
     checked = [_checked(text, schema) for text in overrides]
     try:
         with initialize_config_dir(str(CONF / algo), version_base=None):
@@ -184,19 +186,22 @@ def restore_config(values: dict[str, Any]) -> RunConfig:
     """
     try:
         (task,) = (task for task in TASKS.values() if task.name == values["training"]["task_name"])
-        merged = OmegaConf.merge(_schema(task), {k: v for k, v in values.items() if k in GROUPS})
+        algo = ALGORITHMS[values["algo"]["algo"]]
+        merged = OmegaConf.merge(_schema(algo, task), {k: v for k, v in values.items() if k in GROUPS})
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"the saved configuration does not fit this version: {_one_line(error)}") from None
     except (KeyError, TypeError, ValueError):
-        raise ValueError("the saved configuration does not fit this version: it names no known task") from None
+        reason = "it names no known algo.algo or training.task_name"
+        raise ValueError(f"the saved configuration does not fit this version: {reason}") from None
     assert isinstance(config, RunConfig)
     return config
 
 
-def _schema(task: TaskSchema) -> DictConfig:
-    """The schema of a task's runs."""
-    schema: DictConfig = OmegaConf.structured(RunConfig(env=task.env(), reward=task.reward()))  # type: ignore[call-arg]
+def _schema(algo: type[AlgoConfig], task: TaskSchema) -> DictConfig:
+    """The schema of an algorithm's runs on a task."""
+    config = RunConfig(algo=algo(), env=task.env(), reward=task.reward())  # type: ignore[call-arg]
+    schema: DictConfig = OmegaConf.structured(config)
     return schema
 
 

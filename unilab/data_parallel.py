@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from unilab.names import GRADIENT_MEAN
+
 START_TIMEOUT = 180.0  # seconds for every rank to arrive
 COLLECTIVE_TIMEOUT = 600.0  # of an eager collective; a rank may compile for minutes before it takes part
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -132,7 +134,7 @@ class DataParallel:
         return {
             "world_size": self.world_size,
             "backend": self.backend,
-            "mode": "none" if alone else "gradient_mean_per_optimizer_step",
+            "mode": "none" if alone else GRADIENT_MEAN,
             "gradient_collectives_per_iteration": 0 if alone else collectives,
             "cuda_graph_optimizer_capture": "enabled_after_collective_warmup" if captured and not alone else None,
             "cuda_graph_collective_warmup": self.warmed_up,

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from unilab.names import CHECKPOINT_PATTERN, CONFIG_FILE, EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
-    import torch
-
     from unilab.config import RunConfig
 
 
@@ -68,10 +66,12 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
     """The configuration of a run and its newest checkpoint, newest by the iteration stored inside.
 
     Raises:
-        ValueError: if there is no such run, it was trained on something else, or a checkpoint cannot be read.
+        ValueError: if there is no such run, it was trained on something else, a checkpoint cannot be read, or the
+            newest one's actor is not the configuration's.
     """
     import torch
 
+    from unilab.actor_semantics import describe_actor, verify_actor
     from unilab.config import load_config, restore_config
 
     wanted = load_config(algo, task, sim, [])
@@ -85,13 +85,17 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
     files = sorted(directory.glob(CHECKPOINT_PATTERN.format(iteration="*")))
     if not files:
         raise ValueError(f"{directory} holds no checkpoint; train with algo.save_interval=0 or more")
-    checkpoints = []
+    checkpoints = {}
     for file in files:
         try:
-            checkpoints.append(torch.load(file, weights_only=True, map_location="cpu"))
+            checkpoints[file] = torch.load(file, weights_only=True, map_location="cpu")
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from None
-    return config, max(checkpoints, key=lambda checkpoint: checkpoint["iteration"])
+    newest = max(checkpoints, key=lambda file: checkpoints[file]["iteration"])
+    trained = config.env.task_class()
+    expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
+    verify_actor(checkpoints[newest], expected, newest)
+    return config, checkpoints[newest]
 
 
 def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Evaluation:
@@ -114,7 +118,8 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
     generator = torch.Generator().manual_seed(config.algo.seed)
     environment = Environment(task, episodes, device, generator, StateRegistry())
     environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])
-    actor = _actor(config, checkpoint)
+    actor = config.algo.build_actor(task.obs_dim, task.action_dim)
+    actor.load_state_dict(checkpoint["actor"])
     pool = MujocoPool(task.spec, episodes)
     returns, lengths = torch.zeros(episodes), torch.zeros(episodes, dtype=torch.int64)
     fell, running = torch.zeros(episodes, dtype=torch.bool), torch.ones(episodes, dtype=torch.bool)
@@ -134,15 +139,6 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
         running &= ~environment.finished
         environment.restart(environment.finished)
     return Evaluation(returns.tolist(), lengths.tolist(), fell.tolist())
-
-
-def _actor(config: RunConfig, checkpoint: dict[str, Any]) -> Any:
-    from unilab.sac.networks import Actor
-
-    actor = Actor(checkpoint["obs_dim"], checkpoint["action_dim"], config.algo.actor_hidden_dim)
-    state: dict[str, torch.Tensor] = checkpoint["actor"]
-    actor.load_state_dict(state)
-    return actor
 
 
 if __name__ == "__main__":

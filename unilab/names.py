@@ -20,6 +20,9 @@ MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
+# `dp_sync.mode` of manifest.json, where there are several ranks.
+GRADIENT_MEAN = "gradient_mean_per_optimizer_step"
+
 # Values of run_end.json's `status`.
 COMPLETED = "completed"
 FAILED = "failed"
@@ -49,6 +52,9 @@ def rank_tag(tag: str, rank: int) -> str:
     """The tag of one rank's own value of a `Perf/` tag, written where there are several ranks."""
     return f"Perf/rank{rank}/{tag.removeprefix('Perf/')}"
 
+
+# What makes a process of the trainer print its Python stacks; the number differs between systems.
+STACKS_SIGNAL = "SIGUSR2"
 
 # Exit codes of every command line.
 EXIT_OK = 0

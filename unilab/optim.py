@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,33 @@ from unilab.state import StateRegistry
 ALIGNMENT = 64  # elements; every parameter starts on a 256-byte boundary, as matrix kernels like
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """A learning rate that rises linearly, then falls along half a cosine, and stays.
+
+    Attributes:
+        init: at step 0, if there is a warm-up.
+        peak: after the warm-up.
+        end: after the decay.
+        warmup_steps: steps of the rise.
+        decay_steps: steps of the fall.
+    """
+
+    init: float
+    peak: float
+    end: float
+    warmup_steps: int
+    decay_steps: int
+
+    def at(self, step: Tensor) -> Tensor:
+        """Learning rate of a step counted from 0, on its device; both 0-d."""
+        position = step.float()
+        rise = self.init + (self.peak - self.init) * (position / max(self.warmup_steps, 1))
+        share = ((position - self.warmup_steps) / self.decay_steps).clamp(0.0, 1.0)
+        fall = self.end + (self.peak - self.end) * 0.5 * (1.0 + torch.cos(math.pi * share))
+        return torch.where(position < self.warmup_steps, rise, fall)
 
 
 class ParameterGroup:
@@ -25,10 +53,11 @@ class ParameterGroup:
     Args:
         name: prefix of the registered state.
         parameters: the parameters, on their device.
-        lr: AdamW learning rate.
+        lr: AdamW learning rate, or its schedule; a schedule goes on also where a step is skipped.
         weight_decay: AdamW weight decay.
         registry: receives the parameters and the optimizer's state.
         max_grad_norm: gradients are scaled down to this global norm; 0 turns that off.
+        betas: decay of AdamW's two moments.
 
     Attributes:
         flat: all parameters, `(P,)` float32, each aligned to `ALIGNMENT` elements.
@@ -43,22 +72,27 @@ class ParameterGroup:
         self,
         name: str,
         parameters: Iterable[nn.Parameter],
-        lr: float,
+        lr: float | WarmupCosine,
         weight_decay: float,
         registry: StateRegistry,
         max_grad_norm: float = 0.0,
+        betas: tuple[float, float] = BETAS,
     ) -> None:
         self.parameters = list(parameters)
+        self._shapes = [parameter.shape for parameter in self.parameters]
         device = self.parameters[0].device
         self.flat = nn.Parameter(_flatten(self.parameters))
         bind(self.parameters, self.flat.data)
         self.lay(torch.zeros(self.flat.numel() + ALIGNMENT, device=device))
         self.finite = torch.ones((), device=device)
         self.norm = torch.zeros((), device=device)
-        self._lr, self._weight_decay, self._max_grad_norm = lr, weight_decay, max_grad_norm
+        self._lr, self._weight_decay, self._max_grad_norm, self._betas = lr, weight_decay, max_grad_norm, betas
         self._gaps = [torch.zeros(_aligned(p.numel()) - p.numel(), device=device) for p in self.parameters]
         registry.tensor(f"{name}/parameters", self.flat.data)
         self._count = registry.tensor(f"{name}/adamw_step", torch.zeros((), device=device))
+        self._scheduled = torch.zeros((), dtype=torch.int64, device=device)
+        if isinstance(lr, WarmupCosine):
+            registry.tensor(f"{name}/schedule_step", self._scheduled)
         self._mean = registry.tensor(f"{name}/adamw_exp_avg", torch.zeros_like(self.flat.data))
         self._square = registry.tensor(f"{name}/adamw_exp_avg_sq", torch.zeros_like(self.flat.data))
 
@@ -66,7 +100,7 @@ class ParameterGroup:
         """Keep gradient and loss in `wire`, `(P + ALIGNMENT,)`, from now on."""
         self.wire, self.gradient, self.loss = wire, wire[: self.flat.numel()], wire[self.flat.numel()]
         self.flat.grad = self.gradient
-        for parameter, view in zip(self.parameters, _views(self.parameters, self.gradient), strict=True):
+        for parameter, view in zip(self.parameters, _views(self._shapes, self.gradient), strict=True):
             parameter.grad = view
 
     def backward(self, loss: Tensor) -> None:
@@ -94,14 +128,30 @@ class ParameterGroup:
         self._count.add_(self.finite)
         if self._max_grad_norm > 0:
             self.gradient.mul_((self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-        mean = torch.lerp(self._mean, self.gradient, 1 - BETAS[0])
-        square = BETAS[1] * self._square + (1 - BETAS[1]) * self.gradient.square()
+        lr, betas = self._next_lr(), self._betas
+        mean = torch.lerp(self._mean, self.gradient, 1 - betas[0])
+        square = betas[1] * self._square + (1 - betas[1]) * self.gradient.square()
         # 1 - beta^count, exact also where that is small
-        first, second = (-torch.expm1(self._count * math.log(beta)) for beta in BETAS)
-        change = mean / (square.sqrt() / second.sqrt() + EPSILON) * (self._lr / first)
-        stepped = self.flat.data * (1 - self._lr * self._weight_decay) - change
+        first, second = (-torch.expm1(self._count * math.log(beta)) for beta in betas)
+        change = mean / (square.sqrt() / second.sqrt() + EPSILON) * (lr / first)
+        stepped = self.flat.data * (1 - lr * self._weight_decay) - change
         for state, value in ((self._mean, mean), (self._square, square), (self.flat.data, stepped)):
             state.copy_(torch.where(taken, value, state))
+
+    @torch.no_grad()
+    def constrain(self, project: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Replace the parameters by `project` of them, in the same order and shapes, where the last step was taken."""
+        values = project(_views(self._shapes, self.flat.data))
+        pieces = [part.reshape(-1) for pair in zip(values, self._gaps, strict=True) for part in pair if part.numel()]
+        self.flat.data.copy_(torch.where(self.finite > 0, torch.cat(pieces), self.flat.data))
+
+    def _next_lr(self) -> float | Tensor:
+        """This step's learning rate; a schedule moves on."""
+        if not isinstance(self._lr, WarmupCosine):
+            return self._lr
+        lr = self._lr.at(self._scheduled)
+        self._scheduled.add_(1)
+        return lr
 
 
 def share_wire(groups: Sequence[ParameterGroup]) -> Tensor:
@@ -116,22 +166,22 @@ def share_wire(groups: Sequence[ParameterGroup]) -> Tensor:
 def bind(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
     """Make `parameters` views of `flat`, laid out as `ParameterGroup` does."""
     parameters = list(parameters)
-    for parameter, view in zip(parameters, _views(parameters, flat), strict=True):
+    for parameter, view in zip(parameters, _views([parameter.shape for parameter in parameters], flat), strict=True):
         parameter.data = view
 
 
 def _flatten(parameters: list[nn.Parameter]) -> Tensor:
     flat = torch.zeros(sum(_aligned(p.numel()) for p in parameters), device=parameters[0].device)
-    for parameter, view in zip(parameters, _views(parameters, flat), strict=True):
+    for parameter, view in zip(parameters, _views([parameter.shape for parameter in parameters], flat), strict=True):
         view.copy_(parameter.data)
     return flat
 
 
-def _views(parameters: list[nn.Parameter], flat: Tensor) -> list[Tensor]:
+def _views(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
     views, start = [], 0
-    for parameter in parameters:
-        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
-        start += _aligned(parameter.numel())
+    for shape in shapes:
+        views.append(flat[start : start + shape.numel()].view(shape))
+        start += _aligned(shape.numel())
     return views
 
 

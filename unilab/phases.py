@@ -12,11 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from unilab.environment import Environment, alias
+from unilab.algorithm import AlgoConfig
+from unilab.environment import Environment
+from unilab.learner import Batch, Exploration, Learner
 from unilab.replay import ReplayRing
-from unilab.sac.config import SacConfig
-from unilab.sac.learner import SacLearner
-from unilab.sac.objectives import Batch
 from unilab.state import StateRegistry
 
 
@@ -42,10 +41,10 @@ class ActPhase:
 
     Args:
         environment: the vectorised task; its `fields` were just uploaded.
-        learner: owner of the actor.
+        learner: owner of the actor; sees every tick's transitions.
         replay: takes the finished transitions.
         generator: random stream of the exploration noise.
-        registry: receives the noise buffer.
+        registry: receives the buffers of that noise.
         groups: rows of every group, in order; all rows in one by default.
         compiled: compile the task functions and the actor with Inductor.
 
@@ -56,49 +55,54 @@ class ActPhase:
     def __init__(
         self,
         environment: Environment,
-        learner: SacLearner,
+        learner: Learner,
         replay: ReplayRing,
         generator: torch.Generator,
         registry: StateRegistry,
         groups: Sequence[slice] = (slice(None),),
         compiled: bool = False,
     ) -> None:
-        self._environment, self._learner, self._replay, self._generator = environment, learner, replay, generator
-        self._noise = registry.tensor("act/noise", torch.zeros_like(environment.actions))
+        self._environment, self._learner, self._replay = environment, learner, replay
+        self._exploration = learner.exploration(environment.num_envs, generator, registry, environment.device)
         self.parts = [environment.part(rows) for rows in groups]
-        self._noises = [alias(self._noise[rows]) for rows in groups]
+        self._explorations = [self._exploration.part(rows) for rows in groups]
         self._advance = torch.compile(self._finish_and_restart, dynamic=False) if compiled else self._finish_and_restart
-        self._summarize = torch.compile(environment.summarize, dynamic=False) if compiled else environment.summarize
+        self._summarize = torch.compile(self._count, dynamic=False) if compiled else self._count
         self._decide = torch.compile(self._act, dynamic=False) if compiled else self._act
 
     @torch.no_grad()
     def begin(self) -> None:
         """Tick 0: every row is reset and gets its first action."""
-        self._noise.normal_(generator=self._generator)
+        self._exploration.draw()
         self._environment.begin()
-        for part, noise in zip(self.parts, self._noises, strict=True):
-            self._decide(part, noise)
+        for part, exploration in zip(self.parts, self._explorations, strict=True):
+            self._decide(part, exploration)
 
     @torch.no_grad()
     def run(self, group: int = 0) -> None:
         """The turn of one group in every later tick; groups come in order."""
         if group == 0:
             self._environment.draw()
-            self._noise.normal_(generator=self._generator)
+            self._exploration.draw()
         part = self.parts[group]
         self._advance(part)
         if group == len(self.parts) - 1:
             self._summarize()
-        self._decide(part, self._noises[group])
+        self._decide(part, self._explorations[group])
 
     def _finish_and_restart(self, part: Environment) -> None:
         part.complete()
         self._replay.append(_transition(part), part.valid)
         part.restart(part.finished)
 
-    def _act(self, part: Environment, noise: Tensor) -> None:
-        action, _ = self._learner.actor.sample(part.obs, noise)
-        part.control(action)
+    def _count(self) -> None:
+        """What is counted over all rows of a tick."""
+        environment = self._environment
+        environment.summarize()
+        self._learner.observe(environment.reward, environment.done, environment.valid)
+
+    def _act(self, part: Environment, exploration: Exploration) -> None:
+        part.control(self._learner.act(part.obs, exploration.noise(part.finished)))
 
 
 class UpdatePhase:
@@ -116,15 +120,15 @@ class UpdatePhase:
     Attributes:
         metric_names: tags of `metrics`.
         metrics: `(len(metric_names),)` values after the last update of the cycle.
-        steps: optimizer steps of a cycle that need a gradient all-reduce, the temperature's within the critics'.
+        steps: optimizer steps of a cycle that need a gradient all-reduce; the temperature's is within another.
     """
 
     def __init__(
         self,
         environment: Environment,
-        learner: SacLearner,
+        learner: Learner,
         replay: ReplayRing,
-        config: SacConfig,
+        config: AlgoConfig,
         action_dim: int,
         generator: torch.Generator,
         registry: StateRegistry,

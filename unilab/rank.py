@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from unilab.config import RunConfig, load_config
 from unilab.rank_processes import RankSeat
 from unilab.ranks import VISIBLE_DEVICES, Ranks
+from unilab.stacks import print_stacks_on_signal
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,7 @@ def follow(config: RunConfig, ranks: Ranks, meeting: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of a rank that rank 0 started."""
+    print_stacks_on_signal()
     seat, arguments = RankSeat.take(sys.argv[1:] if argv is None else argv)
     try:
         parser = argparse.ArgumentParser(description="internal: started by the trainer", allow_abbrev=False)

@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import torch
 
+from unilab.actor_semantics import ENTRY, describe_actor
+from unilab.algorithm import AlgoParams
 from unilab.capture import Phase, on_stream
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
@@ -50,8 +52,6 @@ from unilab.provenance import gpu_facts
 from unilab.rank_statistics import HOST_MEASURES, RankStatistics
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
-from unilab.sac.config import SacParams
-from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.tasks.velocity_task import VelocityTask
 from unilab.terminal import TerminalView
@@ -260,10 +260,11 @@ class Runner:
         self._amp = config.training.use_amp and device.type == "cuda"
         self._environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
-        self._learner = SacLearner(algo, *dims, device, self._amp, self.registry, self._ranks)
+        self._learner = algo.build_learner(dims, device, self._amp, self.registry, self._ranks)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
         exploration, update = self._generator("exploration"), self._generator("update")
-        self._compiled, self._captured = _execution(algo.algo_params, device)
+        self._compiled, captured = _execution(algo.algo_params, device)
+        self._captured = captured and (self._ranks.world_size == 1 or algo.algo_params.captures_collectives)
         groups = row_groups(algo.num_envs, config.env.physics_groups)
         self._act_phase = ActPhase(
             self._environment, self._learner, self._replay, exploration, self.registry, groups, self._compiled
@@ -412,6 +413,7 @@ class Runner:
             "obs_dim": self._task.obs_dim,
             "critic_dim": self._task.critic_dim,
             "action_dim": self._task.action_dim,
+            ENTRY: describe_actor(self._config.algo, self._task.obs_dim, self._task.action_dim),
             "iteration": tick.iteration,
             "env_steps": tick.env_steps,
             **networks,
@@ -433,10 +435,10 @@ def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> Veloc
     return task
 
 
-def _execution(params: SacParams, device: torch.device) -> tuple[bool, bool]:
+def _execution(params: AlgoParams, device: torch.device) -> tuple[bool, bool]:
     """Whether to compile and whether to capture graphs: as asked for on CUDA, neither elsewhere."""
     on_cuda = device.type == "cuda"
-    return params.use_compile and on_cuda, params.use_whole_cycle_cuda_graph and on_cuda
+    return params.use_compile and on_cuda, params.captures and on_cuda
 
 
 def _stream_seed(seed: int, stream: str, rank: int = 0) -> int:

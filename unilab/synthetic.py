@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from unilab.data_parallel import DataParallel
 from unilab.environment import Environment
 from unilab.phases import UpdatePhase, transition_widths
 from unilab.replay import ReplayRing
-from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 
 SETTLING_CYCLES = 10  # AdamW's first steps are signs of gradients, and those of rounding too
@@ -42,13 +41,14 @@ class SyntheticRank:
         self, config: RunConfig, device: torch.device, compiled: bool, ranks: DataParallel | None = None
     ) -> None:
         self._seed, self._device, self.registry = config.algo.seed, device, StateRegistry()
-        algo = replace(config.algo, algo_params=replace(config.algo.algo_params, use_compile=compiled))
+        algo = deepcopy(config.algo)
+        algo.algo_params.use_compile = compiled
         task = config.build_task(algo.num_envs, device)
         torch.manual_seed(algo.seed)
         environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
         amp = config.training.use_amp and device.type == "cuda"
-        self.learner = SacLearner(algo, *dims, device, amp, self.registry, ranks)
+        self.learner = algo.build_learner(dims, device, amp, self.registry, ranks)
         self.replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, transition_widths(*dims), device, self.registry)
         _fill(self.replay, self._generator("rows"))
         generator = self._generator("update")

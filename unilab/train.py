@@ -26,6 +26,7 @@ from unilab.names import (
     MEETING_FILE,
     TRACE_FILE,
 )
+from unilab.stacks import print_stacks_on_signal
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
+    print_stacks_on_signal()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="train", description=__doc__, allow_abbrev=False)
     parser.add_argument("--algo", required=True, help="algorithm, as in sac")

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from unilab.transport import WRONG_VALUES
+from unilab.trial import end_with_parent
 
 ELEMENTS = 2**20  # float32: 4 MB
 WARM_UPS, REPEATS = 2, 10
@@ -30,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         argv: backend, deadline in seconds, rank, number of ranks, path of the file store.
     """
     backend, seconds, rank, world_size, store = argv
-    signal.alarm(int(float(seconds)) + GRACE)  # also where the parent is gone
+    end_with_parent()
+    signal.alarm(int(float(seconds)) + GRACE)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     distributed.init_process_group(
         backend,

@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unilab.names import EXIT_FAILED
+
+LIFELINE = "UNILAB_TRIAL_LIFELINE"  # variable with the descriptor that a rank follows
 POLL = 0.02  # s
 NO_ANSWER = "no answer within"  # how the fault of a trial that ran out of time begins
 
@@ -48,7 +52,11 @@ def try_ranks(
     """
     began = time.monotonic()
     paths = [folder / f"rank{rank}.log" for rank in range(len(commands))]
-    code = {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}
+    followed, lifeline = os.pipe()  # its end-of-file is the death of this process
+    added = {
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+        LIFELINE: str(followed),
+    }
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for command, environment, path in zip(commands, environments, paths, strict=True):
@@ -56,7 +64,8 @@ def try_ranks(
                 ranks.append(
                     subprocess.Popen(
                         list(command),
-                        env={**environment, **code},
+                        env={**environment, **added},
+                        pass_fds=(followed,),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -66,8 +75,25 @@ def try_ranks(
         fault = _wait(ranks, began + seconds, seconds, meanings or {})
     finally:
         _end(ranks)
+        os.close(followed)
+        os.close(lifeline)
     logs = tuple(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     return Trial(fault, time.monotonic() - began, logs)
+
+
+def end_with_parent() -> None:
+    """Let this process, a rank of a trial, end as soon as the one that started it is gone; else it does nothing."""
+    name = os.environ.pop(LIFELINE, None)
+    if name is None:
+        return
+    descriptor = int(name)
+    os.set_inheritable(descriptor, False)
+
+    def follow() -> None:
+        os.read(descriptor, 1)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
 def _wait(

@@ -20,11 +20,13 @@ Environment variables:
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -42,6 +44,9 @@ MODES = {
     "ok": "a complete run, exit 0",
     "crash": "half the events, no run_end.json, a traceback, exit 1",
     "hang": "half the events, then nothing for an hour",
+    "deaf_hang": "the same, and SIGTERM is ignored",
+    "slow": "half the events, then the last progress line again and again, a little later each time",
+    "teardown_hang": "a complete run, then nothing for an hour",
     "cut_log": "a complete run whose last event record lost its last bytes, exit 0",
     "nan": "the critic loss is NaN in the second half, exit 0",
     "clock_step": "the wall clock jumps inside the tail, the monotonic clock does not, exit 0",
@@ -51,6 +56,7 @@ MODES = {
     "duplicate_steps": "two neighbouring events of the tail carry the same step, exit 0",
     "exit3": "no run directory, one line, exit 3",
 }
+HALVES = ("crash", "hang", "deaf_hang", "slow")
 TRACKING_ERRORS: dict[str, float | None] = {"Episode/tracking_error_lin": 0.125, "Episode/tracking_error_ang": 0.25}
 RANK_TAGS = (
     *(names.TOTAL_FPS, names.ITERATION_TIME, names.LEARNING_TIME, names.PHYSICS_FRACTION, names.EXPOSED_MS),
@@ -96,7 +102,7 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     _write_json(run_dir / names.COMMAND_FILE, _command(options))
     _write_json(run_dir / names.MANIFEST_FILE, _manifest(options))
     seconds = iteration_seconds(options)
-    count = options.iterations // 2 if options.mode in ("crash", "hang") else options.iterations
+    count = options.iterations // 2 if options.mode in HALVES else options.iterations
     records = [_record(options, iteration, seconds) for iteration in range(count)]
     damage = {"cut_log": "cut", "damaged": "flip"}.get(options.mode)
     write_events(run_dir / f"{names.EVENT_FILE_PREFIX}{int(WALL_START)}", records, damage)
@@ -104,7 +110,7 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     if options.trace:
         span = {"ph": "X", "pid": 1, "tid": 1, "name": "Batch.step", "ts": 1e6 * MONOTONIC_START, "dur": 9e5 / 1e3}
         (run_dir / names.TRACE_FILE).write_text(f"[\n{json.dumps(span)}\n]\n", encoding="utf-8")
-    if options.mode not in ("crash", "hang", "no_run_end"):
+    if options.mode not in (*HALVES, "no_run_end"):
         _write_json(run_dir / names.RUN_END_FILE, _run_end(options, seconds))
     return run_dir
 
@@ -223,8 +229,8 @@ def _command(options: RunOptions) -> dict[str, Any]:
         "schema_version": names.SCHEMA_VERSION,
         "argv": list(options.argv),
         "environment": {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ},
-        "git": _git(),
-        "source_sha256": "f" * 64,
+        "git": {name: _planned_source()[name] for name in ("commit", "dirty", "diff_sha256")},
+        "source_sha256": _planned_source()["trainer_sha256"] or "f" * 64,
         "versions": {"python": "3.12.0", "torch": "2.13.0", "mujoco": "4.0.0", "numpy": "2.3.0"},
         "affinity": [0, 1],
         "host": {
@@ -237,26 +243,30 @@ def _command(options: RunOptions) -> dict[str, Any]:
     }
 
 
-def _git() -> dict[str, Any]:
+def _planned_source() -> dict[str, Any]:
     """The code that the plan in the working directory names, as a trainer of the same checkout finds it."""
-    facts: dict[str, Any] = {"commit": "0" * 40, "dirty": False, "diff_sha256": None}
     plan = Path("plan.json")
-    source = json.loads(plan.read_text(encoding="utf-8"))["source"] if plan.is_file() else facts
-    return {name: source[name] for name in facts}
+    found: dict[str, Any] = json.loads(plan.read_text(encoding="utf-8"))["source"] if plan.is_file() else {}
+    return {"commit": "0" * 40, "dirty": False, "diff_sha256": None, "trainer_sha256": "f" * 64} | found
 
 
 def _manifest(options: RunOptions) -> dict[str, Any]:
     device = "cpu" if options.smoke else "cuda:0"
     rank = {
         "collector_backend_device": device,
-        "gpu_uuid": None if options.smoke else "GPU-00000000",
         "gpu_name": None if options.smoke else "Fake GPU",
     }
     pools = [None if pool is None else list(pool) for pool in options.pools or [options.cpu_ids] * options.world_size]
     return {
         "schema_version": names.SCHEMA_VERSION,
-        "ranks": [{"rank": index, **rank, "cpu_ids": pools[index]} for index in range(options.world_size)],
-        "dp_sync": {"world_size": options.world_size},
+        "ranks": [
+            {"rank": index, **rank, "gpu_uuid": None if options.smoke else f"GPU-{index:08}", "cpu_ids": pools[index]}
+            for index in range(options.world_size)
+        ],
+        "dp_sync": {
+            "world_size": options.world_size,
+            "mode": names.GRADIENT_MEAN if options.world_size > 1 else "none",
+        },
         "physics": {
             **{"profile": "exact", "timestep": 1 / 150, "decimation": 3},
             **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(pools[0] or (0,))},
@@ -385,13 +395,20 @@ def main(argv: list[str]) -> int:
 
 
 def _run(run_dir: Path, options: RunOptions, snapshots: int) -> int:
+    faulthandler.register(signal.Signals[names.STACKS_SIGNAL], file=2, all_threads=True)
+    if options.mode == "deaf_hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(f"fake run: {options.iterations} iterations, mode {options.mode}", flush=True)
     unfinished = replace(options, mode="no_run_end") if options.mode == "ok" else options
     write_run(run_dir, unfinished)
     if snapshots:
         write_states(run_dir / names.STATES_FILE, options.num_envs, snapshots)
     try:
-        time.sleep(3600.0 if options.mode == "hang" else float(os.environ.get("FAKE_SECONDS", "0")))
+        if options.mode in ("hang", "deaf_hang", "teardown_hang"):
+            wait_for_nothing()
+        if options.mode == "slow":
+            crawl(run_dir / names.PROGRESS_FILE)
+        time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
     except KeyboardInterrupt:
         end = _run_end(options, iteration_seconds(options))
         _write_json(run_dir / names.RUN_END_FILE, {**end, "status": names.INTERRUPTED})
@@ -401,6 +418,21 @@ def _run(run_dir: Path, options: RunOptions, snapshots: int) -> int:
     if options.mode == "crash":
         raise RuntimeError("asked to crash")
     return names.EXIT_FAILED if options.mode == "failed_end" else names.EXIT_OK
+
+
+def wait_for_nothing() -> None:
+    """Hang, in a function that a dump of the stacks names."""
+    time.sleep(3600.0)
+
+
+def crawl(progress: Path) -> None:
+    """Go on with iterations, forever."""
+    line = json.loads(progress.read_text(encoding="utf-8").splitlines()[-1])
+    while True:
+        time.sleep(0.05)
+        line = {name: value + 1 for name, value in line.items()}
+        with progress.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from session_builder import SOURCE, finished_session, make_host, matrix_text, run_session, toy_matrix
 
 from repro import ceiling as ceiling_module
+from repro import launch
 from repro.ceiling import Ceiling
 from repro.cli import main
 from repro.errors import UsageError
@@ -199,14 +200,16 @@ def test_the_shipped_matrices_measure_their_ceiling() -> None:
 def test_an_interrupt_during_the_ceiling_ends_the_session_and_keeps_the_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ceiling_module.run_cell
+    real = launch.run_cell
 
-    def interrupted(*arguments: Any) -> Any:
-        ended = real(*arguments)
+    def interrupted(command: list[str], *arguments: Any) -> Any:
+        ended = real(command, *arguments)
+        if "unilab.physics.ceiling" not in command:
+            return ended
         return type(ended)("interrupted", None, ended.seconds, "by the user; its process group ended on SIGTERM")
 
     monkeypatch.setattr(ceiling_module, "SECONDS", 0.1)
-    monkeypatch.setattr(ceiling_module, "run_cell", interrupted)
+    monkeypatch.setattr(launch, "run_cell", interrupted)
     code, out = run_session(tmp_path, matrix_text({"a": {}, "b": {}}, extra="ceiling = true\n"))
     assert code == 130
     result = read_model(Result, out / RESULT_FILE)

@@ -22,8 +22,10 @@ COMMANDS = {
     "plan": [*SELECTION, "--json"],
     "run": [
         *SELECTION,
-        *("--out", "--prefix", "--override", "--trace", "--timeout", "--require-gpu", "--fail-fast", "--dry-run"),
+        *("--out", "--prefix", "--override", "--trace", "--timeout", "--resume", "--executor", "--image"),
+        *("--require-gpu", "--fail-fast", "--dry-run"),
     ],
+    "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
@@ -33,8 +35,8 @@ COMMANDS = {
 }
 BENCHES = {
     "physics": ["--states", "--workers", "--profiles", "--seconds", "--json"],
-    "learner": ["KEY=VALUE", "--json", "--output", "--variants", "--cycles"],
-    "tick": ["KEY=VALUE", "--json", "--output", "--iterations"],
+    "learner": ["KEY=VALUE", "--algo", "--json", "--output", "--variants", "--cycles"],
+    "tick": ["KEY=VALUE", "--algo", "--json", "--output", "--iterations"],
 }
 
 
@@ -248,7 +250,9 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert any(line.startswith("trainer:") and line.endswith("unilab \u00b7 graph hooks: True") for line in lines)
-    assert any("single does not fit" in line for line in lines) and any("smoke fits" in line for line in lines)
+    assert any("single does not fit, 0 of 1 case would run: n1 asks for GPU" in line for line in lines) and any(
+        "smoke fits" in line for line in lines
+    )
     assert main(["doctor", "--matrix", "single"]) == 3
     assert main(["doctor", "--matrix", "smoke"]) == 0
 
@@ -257,7 +261,8 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
 def test_the_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--matrix", "single", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["matrices"] == [{"matrix": "single", "fits": True, "estimated_seconds": 294.0, "reasons": []}]
+    fits = {"matrix": "single", "fits": True, "estimated_seconds": 294.0, "cases": [{"case": "n1", "reason": None}]}
+    assert found["matrices"] == [fits]
     assert found["host"]["gpus"][0]["name"] == "NVIDIA H200"
 
 

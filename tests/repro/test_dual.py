@@ -126,6 +126,11 @@ def slower(record: dict[str, Any]) -> None:
         ),
         (
             CEILING_FILE,
+            lambda r: r["ceilings"]["pools"][1]["iterations"].__setitem__(-1, 59),
+            "ceilings: its pools stepped states of different iterations",
+        ),
+        (
+            CEILING_FILE,
             lambda r: r.update(ceiling=r["ceilings"]["pools"][0], ceilings=None),
             "ranks of the run: 2, pools of the ceiling: 1",
         ),
@@ -139,7 +144,6 @@ def slower(record: dict[str, Any]) -> None:
             lambda m: m["ranks"][1].update(cpu_ids=[7]),
             "CPUs of rank 1 in manifest.json of the run: 7, of the ceiling: 1",
         ),
-        ("manifest.json", lambda m: m["ranks"].pop(), "CPUs of rank 1 in manifest.json of the run: None, of"),
     ],
 )
 def test_a_ceiling_of_other_pools_gives_no_share(
@@ -164,6 +168,27 @@ def test_a_run_with_other_pools_than_planned_is_refused(out: Path) -> None:
     assert cell.reason == (
         "not_as_planned: training.dp_collector_cpu_ids was planned as [[0], [1]], the run says [[1], [0]]"
     )
+
+
+@two_cpus
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m["ranks"].pop(), "ranks was planned as [0, 1], the run says [0]"),
+        (lambda m: m["ranks"][1].update(rank=0), "ranks was planned as [0, 1], the run says [0, 0]"),
+        (lambda m: m.pop("ranks"), "ranks was planned as [0, 1], the run says []"),
+        (lambda m: m["dp_sync"].update(mode="none"), "dp_sync.mode was planned as"),
+    ],
+)
+def test_a_run_whose_ranks_are_not_those_of_its_plan_is_refused(
+    change: Callable[[dict[str, Any]], object], reason: str, out: Path
+) -> None:
+    path = out / "runs" / "n2_r1" / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(canonical_json(content))
+    cell = next(item for item in read_evidence(out).cells if item.cell.id == "n2_r1")
+    assert cell.throughput is None and cell.reason is not None and reason in cell.reason
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_a_directory_without_events_or_with_them_one_level_down_says_so(event_fi
 def test_a_reading_that_differs_from_the_records_is_refused(
     event_file: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    read = events._read_with_tbparse(event_file)
+    read = events._read_with_tbparse(event_file, set())
     whole = read[TAG]
     if change == "lost point":
         read[TAG] = Series(whole.steps[1:], whole.wall_times[1:], whole.values[1:])
@@ -273,7 +273,7 @@ def test_a_reading_that_differs_from_the_records_is_refused(
         read[TAG] = Series(whole.steps, whole.wall_times, whole.values + 1.0)
     else:
         read["more"] = whole
-    monkeypatch.setattr(events, "_read_with_tbparse", lambda path: read)
+    monkeypatch.setattr(events, "_read_with_tbparse", lambda path, tensors: read)
     assert refusal(read_scalars, event_file.parent).code == "readers_disagree"
 
 

@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 from session_builder import make_host
 
-from repro.host import Gpu, Host, cgroup_cpus, cgroup_memory, find_host, gpu_label, visible_gpus
+from repro.gpus import Gpu
+from repro.host import (
+    Host,
+    cgroup_cpus,
+    cgroup_memory,
+    find_host,
+    governor,
+    gpu_label,
+    numa_nodes,
+    versions,
+    visible_gpus,
+)
 from repro.schema import canonical_json, parse_model
 
 TWO = tuple(Gpu(name="NVIDIA H200", uuid=f"GPU-{i}", memory_bytes=1) for i in range(2))
@@ -93,3 +104,30 @@ def test_limits_of_version_1_are_read_per_controller(tmp_path: Path) -> None:
 def test_no_limit_is_none(tmp_path: Path) -> None:
     assert cgroup_cpus(tmp_path, tmp_path / "none") is None
     assert cgroup_memory(tmp_path, tmp_path / "none") is None
+
+
+def test_governors_and_nodes_are_those_of_the_allowed_cpus(tmp_path: Path) -> None:
+    for cpu, name in ((0, "performance"), (1, "powersave"), (2, "performance")):
+        write(tmp_path / f"cpu{cpu}" / "cpufreq" / "scaling_governor", f"{name}\n")
+        (tmp_path / f"cpu{cpu}" / f"node{cpu % 2}").mkdir()
+    assert governor((0, 2), tmp_path) == "performance"
+    assert governor((0, 1, 2), tmp_path) == "performance, powersave"
+    assert governor((7,), tmp_path) is None
+    assert [numa_nodes(cpus, tmp_path) for cpus in ((0, 2), (0, 1), (7,))] == [1, 2, None]
+
+
+def test_nccl_is_torchs_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0", "nvidia-nccl-cu12": "2.27.3"}
+    monkeypatch.setattr("repro.host._version", installed.get)
+    assert versions()["nccl"] == "2.27.3"
+    assert versions()["torch"] == "2.13.0" and versions()["mujoco"] is None
+
+
+def test_host_files_of_older_versions_are_read() -> None:
+    host, _ = make_host(gpu_count=2)
+    new = {"sockets", "numa_nodes", "governor", "gpu_links"}
+    old = host.model_dump(mode="json", exclude=new)
+    for gpu in old["gpus"]:
+        del gpu["max_sm_clock_mhz"], gpu["numa_node"]
+    found = parse_model(Host, canonical_json(old), "host.json")
+    assert found == host and (found.governor, found.gpu_links) == (None, ())

@@ -77,6 +77,32 @@ def test_an_order_that_cannot_have_happened_is_refused(tmp_path: Path, events: t
         read_journal(tmp_path)
 
 
+@pytest.mark.parametrize("ending", [("session_interrupted",), ("session_ended",), ()])  # the last was killed
+def test_a_resumed_session_may_start_a_cell_again(tmp_path: Path, ending: tuple[Event, ...]) -> None:
+    events: tuple[Event, ...] = ("session_started", "cell_started", "cell_ended", *ending)
+    events += ("session_resumed", "session_resumed", "cell_started", "cell_ended", "session_ended")
+    for event in events:
+        Journal(tmp_path).write(event, cell="a_r1" if event.startswith("cell_") else None)
+    assert [entry.event for entry in read_journal(tmp_path)] == list(events)
+
+
+@pytest.mark.parametrize(
+    ("events", "problem"),
+    [
+        (("session_resumed",), "line 1: session_resumed; session_started is the first line"),
+        (("session_started", "cell_started", "session_resumed", "cell_ended"), "line 4: cell 'a_r1' ends before it"),
+        (("session_started", "session_resumed", "session_ended", "cell_started"), "line 3: session_ended is not the"),
+    ],
+)
+def test_a_resumed_session_begins_anew_and_not_otherwise(
+    tmp_path: Path, events: tuple[Event, ...], problem: str
+) -> None:
+    for event in events:
+        Journal(tmp_path).write(event, cell="a_r1" if event.startswith("cell_") else None)
+    with pytest.raises(UsageError, match=problem):
+        read_journal(tmp_path)
+
+
 def test_a_missing_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"journal\.jsonl is missing"):
         read_journal(tmp_path)

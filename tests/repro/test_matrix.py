@@ -53,7 +53,11 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ('numerator = "fast"', 'numerator = "fats"', "comparison 'speedup' names case 'fats'; did you mean 'fast'?"),
         ('numerator = "fast"', 'numerator = "slow"', "compares 'slow' with itself"),
         ("smoke = true", "smoke = false", "case 'slow' names no GPU; set gpus = [0], or smoke = true"),
-        ("workers = 1", "gpus = [0]", "case 'slow' names GPUs [0], but the matrix is smoke"),
+        (
+            "workers = 1",
+            "gpus = [0]",
+            "case 'slow' names GPUs [0], but the matrix is smoke (CPU), where one rank needs none; leave gpus out, or",
+        ),
         (
             'denominator = "slow"',
             'denominator = "slow"\nmetric = "ceiling"',

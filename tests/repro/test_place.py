@@ -153,3 +153,40 @@ def test_a_case_that_does_not_fit_says_why(
     with pytest.raises(CannotHoldError) as caught:
         place(workers, gpus, Offer(cores(2), None, TWO, unusable))
     assert str(caught.value).startswith(reason)
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> Offer:
+    """Any host: cores of one or two sockets with siblings, a time limit or none, up to four GPUs."""
+    places = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7)), min_size=1, max_size=24))
+    topology = tuple(Cpu(number, core, socket) for number, (socket, core) in enumerate(places))
+    gpus = tuple(f"GPU-{position}" for position in range(draw(st.integers(0, 4))))
+    return Offer(topology, draw(st.none() | st.floats(0.1, 30)), gpus, draw(st.sampled_from([None, "the reason"])))
+
+
+@given(
+    offers(),
+    st.sampled_from(["default", "all"]) | st.integers(1, 12),
+    st.lists(st.integers(0, 4), unique=True, max_size=4),
+    st.integers(1, 4),
+)
+def test_a_case_is_placed_within_the_offer_or_refused(
+    offer: Offer, workers: int | Literal["default", "all"], gpus: list[int], widest: int
+) -> None:
+    usable = usable_cpus(offer.topology, offer.cgroup_cpus)
+    try:
+        found = place(workers, tuple(gpus), offer, widest)
+    except CannotHoldError as error:
+        assert str(error).startswith("asks for ") and "\n" not in str(error)
+        fits_gpus = not gpus or (offer.gpu_unusable is None and max(gpus) < len(offer.visible_gpus))
+        fits_ranks = max(1, len(gpus)) <= len(usable)
+        assert not fits_gpus or not fits_ranks or isinstance(workers, int)
+        return
+    used = [cpu for pool in found.pools for cpu in pool]
+    assert found.gpus == tuple(offer.visible_gpus[position] for position in gpus)
+    assert len(found.pools) == max(1, len(gpus))
+    assert len(used) == len(set(used)) <= len(usable)
+    assert set(used) <= {cpu.cpu for cpu in offer.topology}
+    assert len({len(pool) for pool in found.pools}) == 1
+    assert not isinstance(workers, int) or len(found.pools[0]) == workers
+    assert found == place(workers, tuple(gpus), offer, widest)

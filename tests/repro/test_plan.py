@@ -44,6 +44,55 @@ def test_every_block_holds_every_case_once_and_neighbouring_blocks_mirror(names:
         assert [name for name, _ in block] == (names if number % 2 else names[::-1])
 
 
+@given(st.integers(2, 6), st.integers(1, 5))
+def test_a_steady_drift_of_the_host_hits_all_cases_alike(cases: int, pairs: int) -> None:
+    """A B B A: over any even number of blocks every case runs at the same mean place in the session."""
+    order = [name for name, _ in interleave("abcdef"[:cases], 2 * pairs)]
+    places = {name: [place for place, other in enumerate(order) if other == name] for name in order}
+    assert {len(found) for found in places.values()} == {2 * pairs}
+    assert len({sum(found) for found in places.values()}) == 1
+    assert all(order[i] == order[i - 1] for i in range(cases, len(order), cases))  # blocks meet at one case
+
+
+overrides = st.lists(st.sampled_from(["algo.num_envs=64", "algo.num_envs=128", "algo.seed=2"]), unique=True, max_size=2)
+variants = st.fixed_dictionaries(
+    {
+        "overrides": overrides.map(tuple),
+        "workers": st.sampled_from([1, 2, "default", "all"]),
+        "environment": st.dictionaries(st.sampled_from(["NCCL_ALGO", "OMP_NUM_THREADS"]), st.sampled_from("12")),
+    }
+)
+
+
+@given(variants, variants, st.integers(20, 40), st.integers(20, 40))
+def test_contents_are_equal_exactly_where_hashes_are(
+    one: dict[str, object], other: dict[str, object], iterations: int, others: int
+) -> None:
+    def cell(changes: dict[str, object], iterations: int) -> Cell:
+        matrix = toy_matrix(repeats=1, warmup=0, comparisons=(), iterations=iterations)
+        return plan_for(matrix.model_copy(update={"cases": (matrix.cases[0].model_copy(update=changes),)})).cells[0]
+
+    same = (one, iterations) == (other, others)
+    assert (cell(one, iterations).content_sha256 == cell(other, others).content_sha256) == same
+
+
+@given(st.permutations(["slow", "fast", "more"]), st.integers(1, 4), st.integers(1, 8), st.booleans())
+def test_order_host_and_prefix_do_not_change_what_a_cell_is(
+    names: list[str], repeats: int, cpus: int, prefixed: bool
+) -> None:
+    matrix = toy_matrix(repeats=repeats, warmup=0, comparisons=())
+    cases = [matrix.cases[0].model_copy(update={"name": name}) for name in ("slow", "fast", "more")]
+    sorted_names = {case.name: case for case in cases}
+    base = plan_for(matrix.model_copy(update={"cases": tuple(cases)}))
+    moved = matrix.model_copy(update={"cases": tuple(sorted_names[name] for name in names)})
+    found = plan_for(moved, cpus=cpus, prefix="p" if prefixed else None)
+    assert {(c.case, c.repeat): c.content_sha256 for c in found.cells} == {
+        (c.case, c.repeat): c.content_sha256 for c in base.cells
+    }
+    assert {c.id.removeprefix("p_") for c in found.cells} == {c.id for c in base.cells}
+    assert len({c.id for c in found.cells}) == len({c.content_sha256 for c in found.cells}) == len(found.cells)
+
+
 def test_commands_follow_the_trainers_command_line() -> None:
     cell = plan_for(load_matrix("smoke"), cpus=2).cells[2]
     assert cell.id == "workers2_r1"

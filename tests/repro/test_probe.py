@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from session_builder import SOURCE, make_host, matrix_text, run_session, toy_matrix
 
+from repro import launch, probe_command
 from repro import probe as probe_module
 from repro.cli import main
 from repro.errors import UsageError
@@ -202,7 +204,7 @@ def test_an_interrupt_is_exit_code_130(
     gpus: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus(0)
-    monkeypatch.setattr(probe_module, "run_cell", interrupted)
+    monkeypatch.setattr(probe_command, "run_probe", partial(probe_module.run_probe, run=interrupted))
     assert main(["probe", "correctness", "--smoke"]) == 130
     assert capsys.readouterr().err == "repro: interrupted\n"
 
@@ -445,7 +447,7 @@ def test_comparisons_of_a_failed_session_have_no_ratio(tmp_path: Path, monkeypat
 
 
 def test_an_interrupted_probe_is_no_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "run_cell", interrupted)
+    monkeypatch.setattr(launch, "run_cell", interrupted)
     code, out = run_session(tmp_path, matrix_text({"a": {}}, extra=BOTH))
     result = read_model(Result, out / RESULT_FILE)
     assert code == 130 and result.verdict == "incomplete"
@@ -538,3 +540,19 @@ def test_a_change_is_found_though_hashes_fit(
     write_manifest(out)
     passed, lines = checked(out)
     assert not passed and problem in lines, lines
+
+
+def test_a_termination_ends_the_command_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+
+    def terminated(_: object, __: object, folder: Path, ___: object) -> None:
+        folders.append(folder)
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("repro.probe_command.run_probe", terminated)
+    assert main(["probe", "communication", "--smoke"]) == 130
+    assert capsys.readouterr() == ("", "repro: interrupted\n")
+    assert [folder.exists() for folder in folders] == [False]

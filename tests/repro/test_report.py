@@ -37,14 +37,16 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Cases", "Environment", "Limits"),
-        "Inputs and verification",
+        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Noise", "Host while it ran", "Cases"),
+        *("Environment", "Limits", "Inputs and verification"),
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
     assert "geometric mean, env steps/s" in found["Result"] and "geometric mean of its runs" in found["Metric"]
     assert "weak scaling" not in found["Limits"] and "Convergence was not verified" in found["Limits"]
     assert "2 runs of each case: the 95 % intervals are Student t" in found["Limits"]
     assert "SMOKE" in found["Limits"]
+    for row in ("frequency governor", "sockets, NUMA nodes", "| nccl", "| trainer"):
+        assert row in found["Environment"]
     assert "(figures/rates.svg)" in found["Result"] and "(figures/steps.svg)" in found["Runs"]
     assert "| fast_r1" in found["Runs"] and "tail mean of `Perf/total_fps`" in found["Runs"]
     assert "| speedup: fast / slow |" in found["Result"] and "| improved |" in found["Result"]

@@ -34,6 +34,13 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(canonical_json(content))
 
 
+def forget_the_trainer(out: Path) -> str:
+    """Make the plan one of an older version, which does not name the trainer's hash; return that hash."""
+    found: str = json.loads((out / "plan.json").read_text())["source"]["trainer_sha256"]
+    edit_json(out / "plan.json", lambda plan: [plan["source"].pop(name) for name in ("trainer", "trainer_sha256")])
+    return found
+
+
 def test_the_committed_schema_is_the_models() -> None:
     fresh = "python -m repro.result > repro/schemas/result.schema.json"
     assert json.loads(SCHEMA.read_text()) == Result.model_json_schema(), f"write it again: {fresh}"
@@ -42,12 +49,13 @@ def test_the_committed_schema_is_the_models() -> None:
 def test_the_names_others_rely_on() -> None:
     assert list(Result.model_fields) == [
         *("schema_version", "matrix", "smoke", "host", "cells", "groups", "comparisons"),
-        *("probes", "learning", "verdict"),
+        *("probes", "learning", "verdict", "noise"),
     ]
     assert list(CellResult.model_fields) == [
         *("id", "case", "repeat", "status", "reason", "world_size", "steps_per_second", "learner_rows_per_second"),
         *("tail_mean_total_fps", "physics_fraction", "ceiling_share", "exposed_ms", "learner_cycle_ms"),
         *("startup_seconds", "run"),
+        *("trend", "trend_ci_low", "trend_ci_high", "autocorrelation", "effective_points"),
     ]
     names = {kind: list(Result.model_json_schema()["$defs"][kind]["properties"]) for kind in ("GroupResult",)}
     assert names == {"GroupResult": ["case", "n", "mean", "sd", "ci_low", "ci_high"]}
@@ -89,7 +97,7 @@ def test_the_result_is_a_function_of_the_folder_alone(out: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda c: c.update(source_sha256="0" * 64), "source_sha256 ffffffffffff… and 000000000000…"),
+        (lambda c: c.update(source_sha256="0" * 64), "source_sha256 {trainer}… and 000000000000…"),
         (lambda c: c["versions"].update(torch="2.12.0"), "versions.torch 2.13.0 and 2.12.0"),
         (lambda c: c["versions"].pop("torch"), "versions.torch 2.13.0 and nothing"),
     ],
@@ -97,6 +105,7 @@ def test_the_result_is_a_function_of_the_folder_alone(out: Path, tmp_path: Path)
 def test_mixed_code_inside_a_group_takes_its_numbers(
     out: Path, change: Callable[[dict[str, Any]], object], what: str
 ) -> None:
+    what = what.format(trainer=forget_the_trainer(out)[:12])
     edit_json(out / "runs" / "slow_r2" / "command.json", change)
     result = computed(out)
     slow = [cell for cell in result.cells if cell.case == "slow" and cell.repeat]
@@ -130,6 +139,16 @@ def test_a_run_of_other_code_than_the_plan_names_is_refused(out: Path, change: d
     assert cells["slow_r2"].status == "refused" and cells["slow_r1"].status == "measured"
     assert reason.startswith("other_code: ran code ") and said in reason
     assert reason.endswith("but the plan was made for 333333333333 (without changes)")
+
+
+def test_a_run_of_another_trainer_of_the_same_commit_is_refused(out: Path) -> None:
+    edit_json(out / "runs" / "slow_r2" / "command.json", lambda c: c.update(source_sha256="0" * 64))
+    cells = {cell.id: cell for cell in computed(out).cells}
+    planned = json.loads((out / "plan.json").read_text())["source"]["trainer_sha256"]
+    assert cells["slow_r2"].reason == (
+        f"other_code: ran trainer sources 000000000000…, but the plan was made for {planned[:12]}…"
+    )
+    assert cells["slow_r1"].status == "measured"
 
 
 def test_unknown_code_fits_a_plan_for_unknown_code(out: Path) -> None:
@@ -180,6 +199,7 @@ def test_events_that_were_copied_between_cells_are_refused(out: Path) -> None:
 
 
 def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:
+    forget_the_trainer(out)
     for repeat in (1, 2):
         edit_json(out / "runs" / f"slow_r{repeat}" / "command.json", lambda c: c.update(source_sha256="0" * 64))
     result = computed(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,13 +26,14 @@ from session_builder import (
 from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.journal import read_journal
+from repro.launch import signals_interrupt
 from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.manifest import read_manifest
 from repro.matrix import TRACE_OVERRIDE, load_matrix
 from repro.plan import make_plan
 from repro.result import Result, compute_result
 from repro.schema import canonical_json, read_model
-from repro.session import _signals_interrupt, create_out_dir, default_out_dir, exit_code, published_plan
+from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
 from repro.verify import verify
 from unilab.names import TRACE_FILE
 
@@ -165,12 +167,14 @@ def test_a_closed_output_does_not_end_the_session(tmp_path: Path) -> None:
     assert verify([out], lambda line: None)
 
 
-def test_a_hanging_cell_is_ended_and_reported(tmp_path: Path) -> None:
-    code, out = run_session(tmp_path, matrix_text({"hang": {"FAKE_MODE": "hang"}}), "--timeout", "1.5")
+def test_a_hanging_cell_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repro.late.STALL_SECONDS", 0.2)
+    code, out = run_session(tmp_path, matrix_text({"hang": {"FAKE_MODE": "hang"}}), "--timeout", "6")
     assert code == 4
     (cell,) = result_of(out).cells
     assert cell.status == "timeout"
-    assert cell.reason == "no end after 1.5 s; its process group ended on SIGTERM"
+    ended = r"no end after 6 s; its process group ended on SIGTERM"
+    assert re.fullmatch(rf"hang: no progress for \d\.\d s; {ended}", cell.reason or "")
     assert (
         "Nothing was measured" in (out / "report.md").read_text() or "gave no number" in (out / "report.md").read_text()
     )
@@ -271,7 +275,7 @@ def test_a_report_folder_needs_a_name_that_can_be_printed(
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _signals_interrupt():
+        with signals_interrupt():
             signal.raise_signal(signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.errors import UsageError
-from repro.provenance import STAMP_FILE, find_source, graph_hooks, trainer_package
+from repro.provenance import STAMP_FILE, find_source, graph_hooks, trainer_package, trainer_sha256
 from unilab import names
 
 
@@ -84,3 +84,17 @@ def test_the_trainer_package_is_found_and_its_hooks_are_what_it_says(monkeypatch
     assert graph_hooks() is True
     monkeypatch.delattr(names, "GRAPH_HOOKS")
     assert graph_hooks() is False
+
+
+def test_the_trainers_hash_is_the_one_its_runs_write() -> None:
+    from unilab.provenance import source_sha256
+
+    package = trainer_package()
+    assert package is not None
+    assert find_source().trainer_sha256 == trainer_sha256(package) == source_sha256()
+
+
+def test_the_trainers_folder_is_named_without_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_source().trainer == "<project>/unilab"
+    monkeypatch.setattr("repro.provenance.trainer_package", lambda: None)
+    assert (find_source().trainer, find_source().trainer_sha256) == (None, None)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from repro.stats import Ratio, Verdict, paired_ratio, summarize, verdict, welch_ratio
+from repro.stats import Ratio, Verdict, paired_ratio, pooled_spread, summarize, verdict, welch_ratio
 
 # The published single-GPU and two-GPU runs with local pools of 32 cores, env steps/s.
 LOCAL_32 = [48_057.33, 51_036.37, 51_488.87]
@@ -188,3 +188,35 @@ def test_intervals_cover_what_they_promise(compare: Callable[[list[float], list[
     found = [compare(list(one), list(other)) for one, other in zip(a, b, strict=True)]
     coverage = sum(ratio.ci_low <= true_ratio <= ratio.ci_high for ratio in found) / draws
     assert 0.93 < coverage < 0.98  # three standard errors of 600 draws are 0.027; a bootstrap of means covers 0.87
+
+
+def test_pooled_spread_by_hand_and_refusals() -> None:
+    # Logs 0, 2 and 5, 5, 5: squared deviations 2 over 1 + 2 degrees of freedom.
+    assert pooled_spread([[1.0, math.exp(2)], [math.exp(5)] * 3]) == pytest.approx(math.sqrt(2 / 3))
+    assert pooled_spread([LOCAL_32]) == pytest.approx(float(np.std(np.log(LOCAL_32), ddof=1)))
+    for bad in ([], [[1.0]], [[1.0, 0.0]]):
+        with pytest.raises(ValueError, match=r"at least|finite and positive"):
+            pooled_spread(bad)
+
+
+def test_a_ratio_of_scipys_standard_normal_quantiles() -> None:
+    """Group intervals against t intervals computed by scipy from its own quantiles, for every published size."""
+    for n in (2, 3, 5, 10):
+        logs = scipy_stats.norm.ppf((np.arange(n) + 0.5) / n) * 0.02 + math.log(5e4)
+        expected = scipy_stats.t.interval(0.95, n - 1, loc=logs.mean(), scale=scipy_stats.sem(logs))
+        group = summarize(list(np.exp(logs)))
+        assert (group.ci_low, group.ci_high) == pytest.approx(tuple(np.exp(expected)), rel=1e-9)
+
+
+@given(pairs=st.lists(st.tuples(rates, rates), min_size=2, max_size=8))
+def test_pairs_equal_scipys_related_samples(pairs: list[tuple[float, float]]) -> None:
+    a, b = ([pair[side] for pair in pairs] for side in (0, 1))
+    differences = np.log(b) - np.log(a)
+    found = paired_ratio(a, b)
+    assert math.log(found.ratio) == pytest.approx(differences.mean(), abs=1e-9)
+    if np.ptp(differences) > 1e-6:
+        expected = scipy_stats.ttest_rel(np.log(b), np.log(a)).confidence_interval(0.95)
+        if max(map(abs, (expected.low, expected.high))) < 700:  # within floats
+            assert (math.log(found.ci_low), math.log(found.ci_high)) == pytest.approx(
+                (expected.low, expected.high), rel=1e-6, abs=1e-6
+            )

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_trainer import MODES, WALL_START, scalar_event, write_events
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
 
@@ -97,6 +98,88 @@ def test_any_window_of_a_constant_rate_gives_that_rate(count: int, tail: float) 
     else:
         assert window.steps_per_second == 4096.0
         assert window.points == pytest.approx(count * tail, abs=1)
+
+
+@st.composite
+def series(draw: st.DrawFn) -> Series:
+    """A run whose every interval has its own length and number of env steps."""
+    count = draw(st.integers(2, 60))
+    intervals = draw(st.lists(st.floats(1e-3, 1e3), min_size=count - 1, max_size=count - 1))
+    steps = draw(st.lists(st.integers(1, 10**6), min_size=count - 1, max_size=count - 1))
+    values = draw(st.lists(st.floats(-1e9, 1e9), min_size=count, max_size=count))
+    return Series(
+        np.concatenate([[0], np.cumsum(steps)]), np.concatenate([[0.0], np.cumsum(intervals)]), np.array(values)
+    )
+
+
+tails = st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
+
+
+@given(count=st.integers(1, 10**6), tail=st.floats(0.001, 1.0), other=st.floats(0.001, 1.0))
+def test_a_window_holds_its_share_of_the_points_rounded_up(count: int, tail: float, other: float) -> None:
+    first = _first_index(count, tail)
+    assert 0 <= first < count
+    assert count * (1 - tail) - 1 < first <= count * (1 - tail) + 1e-6
+    assert (first <= _first_index(count, other)) or tail < other  # a longer tail begins no later
+
+
+@given(series(), tails, st.floats(1.0, 1e4))
+def test_what_lies_before_the_window_does_not_count(run: Series, tail: float, delay: float) -> None:
+    """Start-up, however long and however many steps it took, is not in the rate; neither are logged values."""
+    window = _span(run, tail)
+    if window is None:
+        return
+    early = np.arange(len(run.steps)) < window.first_index
+    changed = Series(run.steps + 7 * early - 7, run.wall_times + delay * ~early, np.zeros_like(run.values))
+    found = _span(changed, tail)
+    assert found is not None
+    assert (found.first_index, found.points) == (window.first_index, window.points)
+    assert found.last_step - found.first_step == window.last_step - window.first_step
+    assert found.steps_per_second == pytest.approx(window.steps_per_second, rel=1e-6)
+
+
+@given(series(), tails, st.integers(-20, 20), st.integers(1, 1000))
+def test_units_of_time_and_steps_scale_the_rate(run: Series, tail: float, exponent: int, factor: int) -> None:
+    window = _span(run, tail)
+    found = _span(Series(factor * run.steps, 2.0**exponent * run.wall_times, run.values), tail)
+    assert (window is None) == (found is None)
+    if window is not None and found is not None:
+        assert found.steps_per_second == pytest.approx(factor * window.steps_per_second / 2.0**exponent, rel=1e-12)
+
+
+@given(series(), tails, st.data())
+def test_a_window_is_the_sum_of_its_parts(run: Series, tail: float, data: st.DataObject) -> None:
+    window = _span(run, tail)
+    if window is None:
+        return
+    inside = slice(window.first_index, None)
+    assert window.last_step - window.first_step == int(np.diff(run.steps[inside]).sum())
+    rates = np.diff(run.steps[inside]) / np.diff(run.wall_times[inside])
+    assert rates.min() * (1 - 1e-6) <= window.steps_per_second <= rates.max() * (1 + 1e-6)
+    cut = data.draw(st.integers(window.first_index, window.last_index))
+    parts = [
+        (run.steps[b] - run.steps[a], run.wall_times[b] - run.wall_times[a])
+        for a, b in ((window.first_index, cut), (cut, window.last_index))
+    ]
+    steps, seconds = (sum(part[side] for part in parts) for side in (0, 1))
+    assert steps / seconds == pytest.approx(window.steps_per_second, rel=1e-9)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 9), min_size=20, max_size=40), tails)
+def test_measuring_a_file_gives_the_window_of_its_points(ticks: list[int], tail: float) -> None:
+    times = np.cumsum(ticks).astype(float)
+    steps = 64 * np.arange(len(ticks))
+    with tempfile.TemporaryDirectory() as folder:
+        write_points(Path(folder), steps.tolist(), times.tolist(), [1.0] * len(ticks))
+        first = _first_index(len(ticks), tail)
+        if first == len(ticks) - 1:
+            assert refusal(Path(folder), tag="a/rate", tail=tail, require_run_end=False).code == "too_few_points"
+            return
+        found = measure(Path(folder), tag="a/rate", tail=tail, require_run_end=False)
+    assert found.window.first_index == first
+    assert found.steps_per_second == (steps[-1] - steps[first]) / (times[-1] - times[first])
+    assert found.steadiness.intervals == found.window.points - 1
 
 
 def test_a_complete_run(fake_run: FakeRun) -> None:

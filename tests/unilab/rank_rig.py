@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilab.algorithm import AlgoConfig
 from unilab.environment import Environment
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.spec import row_groups
@@ -40,7 +41,7 @@ class Rig:
     """Everything of a rank but the collector, whose answers are made up."""
 
     env: Environment
-    learner: SacLearner
+    learner: Any
     replay: ReplayRing
     act: ActPhase
     update: UpdatePhase
@@ -85,10 +86,13 @@ def build(
     compiled: bool = False,
     amp: bool = False,
     groups: int = 1,
+    config: AlgoConfig | None = None,
     **given: Any,
 ) -> Rig:
-    """A rig whose actor depends on what it sees; a fresh one would not."""
-    config, registry = settings(algo_params=SacParams(use_compile=compiled), **given), OpenRegistry()
+    """A rig whose actor depends on what it sees; a fresh one of SAC would not. `config` in place of SAC's `given`."""
+    registry = OpenRegistry()
+    if config is None:
+        config = settings(algo_params=SacParams(use_compile=compiled), **given)
     torch.manual_seed(seed)
     streams = []
     for index, name in enumerate(("environment", "exploration", "update")):
@@ -96,8 +100,9 @@ def build(
         streams.append(registry.generator(f"random/{name}", generator))
     task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), config.num_envs, device, "reference")
     env = Environment(task, config.num_envs, device, streams[0], registry)
-    learner = SacLearner(config, task.obs_dim, task.critic_dim, task.action_dim, device, amp, registry)
-    nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
+    learner = config.build_learner((task.obs_dim, task.critic_dim, task.action_dim), device, amp, registry)
+    if isinstance(learner, SacLearner):
+        nn.init.normal_(learner.actor.mean.weight.data, std=0.1)
     replay = ReplayRing(ring * config.num_envs, WIDTHS, device, registry)
     rows = row_groups(config.num_envs, groups)
     act = ActPhase(env, learner, replay, streams[1], registry, rows, compiled)

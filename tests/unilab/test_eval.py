@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from unilab import eval as evaluation
+from unilab.actor_semantics import ENTRY, describe_actor
 from unilab.config import RunConfig, load_config
 from unilab.sac.networks import Actor
 
@@ -21,7 +22,7 @@ def write_run(path: Path, iterations: dict[str, int]) -> RunConfig:
     for name, iteration in iterations.items():
         state = {"env/penalty_scale": torch.tensor(0.0625)}
         actor = Actor(98, 29, 16).state_dict()
-        dims = {"obs_dim": 98, "action_dim": 29}
+        dims = {"obs_dim": 98, "action_dim": 29, ENTRY: describe_actor(config.algo, 98, 29)}
         torch.save({"iteration": iteration, "actor": actor, "state": state, **dims}, path / name)
     return config
 

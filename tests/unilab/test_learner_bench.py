@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unilab import bench, synthetic
-from unilab.bench import choose_variants, kernel_count, main
+from unilab.bench import choose_variants, kernel_count, main, variants_of
 from unilab.config import load_config
 from unilab.synthetic import SyntheticRank, update_errors
 
@@ -72,6 +72,18 @@ def test_only_cuda_runs_more_than_the_eager_variant() -> None:
     assert choose_variants(None, CUDA) == ["eager", "inductor", "graph", "inductor+graph"]
     assert choose_variants("graph", CUDA) == ["graph"]
     assert choose_variants(None, CPU) == choose_variants(None, torch.device("mps")) == ["eager"]
+
+
+def test_flashsac_has_a_variant_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    sac, flash = (variants_of(load_config(algo, "g1_walk_flat", "mujoco", [])) for algo in ("sac", "flashsac"))
+    assert list(sac) == ["eager", "inductor", "graph", "inductor+graph"]
+    assert choose_variants(None, CUDA, flash) == [*sac, "inductor-loss"]
+    with pytest.raises(ValueError, match="unknown variant 'inductor-loss'"):
+        choose_variants("inductor-loss", CUDA, sac)
+    assert main([*SMOKE, "--algo", "flashsac", "--cycles", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["algo"], found["variants"][0]["variant"]) == ("flashsac", "eager")
+    assert set(found["variants"][0]["update_error"].values()) == {0.0}
 
 
 def test_the_ring_is_full_of_rows_that_differ_and_sometimes_end() -> None:
@@ -135,3 +147,20 @@ def test_every_variant_does_the_same_work_on_a_gpu(capsys: pytest.CaptureFixture
         assert item["kernels"] is None or item["kernels"] > 10
     assert found["inductor"]["compile_seconds"] > 0 and found["inductor"]["capture_seconds"] is None
     assert found["graph"]["capture_seconds"] > 0 and found["graph"]["compile_seconds"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # compilers and the profiler may warn
+def test_every_variant_of_flashsac_does_the_same_work_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["learner", "--algo", "flashsac", *SMALL, "training.use_amp=false", "--cycles", "5", "--json"]
+    assert main(arguments) == 0
+    found = {item["variant"]: item for item in json.loads(capsys.readouterr().out)["variants"]}
+    assert list(found) == ["eager", "inductor", "graph", "inductor+graph", "inductor-loss"]
+    assert set(found["graph"]["update_error"].values()) == {0.0}
+    for item in found.values():
+        assert max(item["update_error"].values()) < 1e-3  # rounding of fused float32 operations; 2e-5 on the CPU
+    kernels = {name: item["kernels"] for name, item in found.items()}
+    if None not in kernels.values():
+        assert kernels["inductor"] < kernels["inductor-loss"] < kernels["eager"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unilab.optim import ALIGNMENT, ParameterGroup, bind
+from unilab.optim import ALIGNMENT, ParameterGroup, WarmupCosine, bind
 from unilab.state import StateRegistry
 
 SHAPES = ((5, 3), (5,), (70,), (2, 4, 33), (1,))
@@ -292,3 +292,55 @@ def test_takes_a_generator_of_parameters() -> None:
     group = ParameterGroup("net", net.parameters(), LR, DECAY, registry)
     assert [p.shape for p in group.parameters] == [p.shape for p in net.parameters()]
     assert all(ours is theirs for ours, theirs in zip(group.parameters, net.parameters(), strict=True))
+
+
+# --- schedules and constraints ---------------------------------------------------------------------------------------
+
+
+def test_a_schedule_rises_falls_along_half_a_cosine_and_stays() -> None:
+    schedule = WarmupCosine(1e-6, 3e-4, 1.5e-4, 4, 500_000)
+    found = [schedule.at(torch.tensor(step)).item() for step in (0, 1, 4, 4 + 250_000, 4 + 500_000, 10**7)]
+    assert found == pytest.approx([1e-6, 1e-6 + 2.99e-4 / 4, 3e-4, 2.25e-4, 1.5e-4, 1.5e-4], rel=1e-6)
+    constant = WarmupCosine(3e-4, 3e-4, 1.5e-4, 0, 500_000)
+    # Ends of the documented runs: 8,000, 40,000 and 100,000 critic updates.
+    ends = [constant.at(torch.tensor(step)).item() for step in (0, 8_000, 40_000, 100_000)]
+    assert ends == pytest.approx([3e-4, 2.99905e-4, 2.9764e-4, 2.8568e-4], abs=5e-9)
+
+
+def test_a_scheduled_group_steps_as_torchs_adam_and_counts_skipped_steps() -> None:
+    registry, schedule = StateRegistry(), WarmupCosine(1e-3, 3e-3, 1e-3, 2, 5)
+    group = ParameterGroup("net", parameters(), schedule, 0.0, registry, betas=(0.9, 0.999))
+    plain = parameters()
+    optimizer = torch.optim.Adam(plain, lr=1.0, betas=(0.9, 0.999), foreach=False)
+    for step in range(10):
+        if step == 4:
+            group.backward(torch.nan * loss_of_step(step)(group.parameters))
+            group.step()
+            continue
+        rise, share = 1e-3 + 2e-3 * step / 2, min(1.0, (step - 2) / 5)
+        fall = 1e-3 + 2e-3 * (1 + math.cos(math.pi * share)) / 2
+        optimizer.param_groups[0]["lr"] = rise if step < 2 else fall
+        optimizer.zero_grad()
+        loss_of_step(step)(plain).backward()
+        optimizer.step()
+        train(group, range(step, step + 1))
+        for ours, theirs in zip(group.parameters, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    state = registry.snapshot()
+    assert (state["net/schedule_step"].item(), state["net/adamw_step"].item()) == (10, 9)
+    assert "net/schedule_step" not in build()[1].names()
+
+
+def test_a_constraint_follows_taken_steps_alone_and_keeps_gaps_and_addresses() -> None:
+    group, _ = build()
+    address, before = group.flat.data_ptr(), group.flat.detach().clone()
+    for scale, moved in ((math.nan, False), (1.0, True)):
+        group.backward(scale * loss_of_step(0)(group.parameters))
+        group.step()
+        stepped = [value.detach().clone() for value in group.parameters]
+        group.constrain(lambda values: [2 * value for value in values])
+        assert torch.equal(group.flat, before) is not moved
+        for ours, theirs in zip(group.parameters, stepped, strict=True):
+            assert torch.equal(ours, 2 * theirs if moved else theirs)
+    assert group.flat.data_ptr() == address
+    assert not group.flat[padding(group)].any()

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from unilab.config import ALGORITHMS
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from unilab.probes.findings import Check, Findings
 from unilab.probes.setting import Setting
@@ -25,7 +26,9 @@ PROBES = {
     "communication": "unilab.probes.communication",
     "nccl-capture": "unilab.probes.nccl_capture",
 }
+DEFAULT_ALGO = "sac"
 Probe = Callable[[Setting], tuple[list[Check], list[dict[str, Any]]]]
+MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each is a process with torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
         if arguments.compile_loss and arguments.smoke:
             raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
+        if arguments.algo not in ALGORITHMS:
+            raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
+        if arguments.probe != "correctness" and arguments.algo != DEFAULT_ALGO:
+            raise ValueError(f"{arguments.probe} looks at no learner; leave --algo out")
+        if arguments.smoke and arguments.world_size > MOST_ON_CPU:
+            raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
+        if arguments.output is not None and arguments.output.is_dir():
+            raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
         if arguments.output is not None and not arguments.output.parent.is_dir():
             raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
     except LookupError as error:
@@ -50,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.smoke:
         transport = choose_transport(entries, AUTO, os.environ)
     backend = "gloo" if arguments.smoke else "nccl"
-    setting = Setting(tuple(entries), backend, {**os.environ, **transport.variables}, arguments.compile_loss)
+    environment = {**os.environ, **transport.variables}
+    setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo)
     run: Probe = import_module(PROBES[arguments.probe]).run
     try:
         checks, measurements = run(setting)
@@ -64,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=_device_names(len(entries), arguments.smoke),
         versions=_versions(entries, arguments.smoke),
         transport=transport.name,
-        settings={"compile_loss": arguments.compile_loss},
+        settings={"algo": arguments.algo, "compile_loss": arguments.compile_loss},
         seconds=time.monotonic() - began,
         checks=tuple(checks),
         measurements=tuple(measurements),
@@ -123,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m unilab.probes", description=__doc__, allow_abbrev=False)
     parser.add_argument("probe", choices=list(PROBES))
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument(
+        "--algo", default=DEFAULT_ALGO, metavar="A", help="whose learner, for correctness (default sac)"
+    )
     parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
     parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON to a file, not to the terminal")

@@ -15,7 +15,6 @@ from unilab.probes.findings import Check, join_parts
 from unilab.probes.rank import ERROR, find_raised
 from unilab.probes.setting import Run, Setting
 from unilab.rank_statistics import HOST_MEASURES
-from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
 from unilab.transport import FORMS, WORDS, logging_environment, other_transport
 
@@ -70,13 +69,13 @@ def payload_elements(world_size: int) -> dict[str, int]:
     cpu, registry = torch.device("cpu"), StateRegistry()
     task = config.build_task(1, cpu)
     environment = Environment(task, 1, cpu, torch.Generator(), registry)
-    learner = SacLearner(config.algo, task.obs_dim, task.critic_dim, task.action_dim, cpu, False, registry)
+    learner = config.algo.build_learner((task.obs_dim, task.critic_dim, task.action_dim), cpu, False, registry)
     row = len(learner.metrics) + len(environment.metrics()) + len(HOST_MEASURES)
     return {
         "latency": 1,
         "statistics": world_size * row,
-        "actor": learner.actor_group.wire.numel(),
-        "critic": learner.critic_group.wire.numel() + learner.alpha_group.wire.numel(),
+        "actor": learner.groups["actor"].wire.numel(),
+        "critic": learner.groups["critic"].wire.numel() + learner.groups["temperature"].wire.numel(),
         "peak": PEAK_ELEMENTS,
     }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
+from unilab.learner import Batch
 from unilab.optim import ALIGNMENT
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import (
@@ -21,10 +22,10 @@ from unilab.probes.learning import (
     counts,
     digest,
     learned,
+    local_buffers,
     optimizer_state,
     parameters,
 )
-from unilab.sac.objectives import Batch
 from unilab.synthetic import SyntheticRank
 
 CYCLES = 5
@@ -35,7 +36,7 @@ GRADIENT_TOLERANCE = 1e-4
 
 def check_start(part: RankPart, learning: Learning) -> None:
     """Ranks of different seeds start equal after rank 0's state was broadcast."""
-    own = learning.ranks.gather(learning.rank.learner.critic_group.flat.detach())  # (W, P)
+    own = learning.ranks.gather(learning.rank.learner.groups["critic"].flat.detach())  # (W, P)
     apart = [bool((row != own[0]).any()) for row in own[1:]]
     part.check(
         "own_states_differ", all(apart), f"before the broadcast {sum(apart)} of {len(apart)} ranks unlike rank 0"
@@ -58,7 +59,7 @@ def check_cycles(part: RankPart, learning: Learning) -> None:
     part.same("parameters_equal", digest(state, parameters(state)))
     part.same("targets_equal", digest(state, [TARGETS]))
     part.same("optimizer_state_equal", digest(state, optimizer_state(state)))
-    local = ", ".join(learning.local_buffers()) or "none"
+    local = ", ".join(local_buffers(learning.rank.learner)) or "none"
     part.check("rank_local_buffers", True, f"left out of these comparisons: {local}", required=False)
     check_counts(part, learning, start, state)
     check_updates(part, "finite_updates", reports, start, state)
@@ -124,15 +125,17 @@ def check_gradients(
         _within(errors) and told_apart,
         f"{_worst(errors)}; this rank's own lie {apart:.2g} from the mean",
     )
+    if local_buffers(averaging.learner):
+        detail = "left out: batch statistics are each rank's own, so a batch of all ranks' rows has another gradient"
+        part.check("gradient_of_joined_batch", True, detail, required=False)
+        return
     joined = _wires(alone, start, ranks.gather(rows).flatten(0, 1), ranks.gather(noise).transpose(0, 1).flatten(1, 2))
     errors = _errors(found, joined)
     part.check("gradient_of_joined_batch", _within(errors), f"{_worst(errors)}; {ranks.world_size} x {len(rows)} rows")
 
 
 def _at_rest(config: RunConfig) -> RunConfig:
-    params = replace(config.algo.algo_params, alpha_lr=0.0)
-    algo = replace(config.algo, actor_lr=0.0, critic_lr=0.0, algo_params=params)
-    return replace(config, algo=algo, training=replace(config.training, use_amp=False))
+    return replace(config, algo=config.algo.at_rest(), training=replace(config.training, use_amp=False))
 
 
 def _action_dim(rank: SyntheticRank, rows: Tensor) -> int:
@@ -145,9 +148,7 @@ def _wires(rank: SyntheticRank, start: State, rows: Tensor, noise: Tensor) -> di
     batch = Batch(**rank.replay.split(rows))
     action, log_pi = rank.learner.next_action(batch.next_obs, noise[0])
     rank.learner.update(batch, action, log_pi, noise[1])
-    learner = rank.learner
-    groups = {"critic": learner.critic_group, "temperature": learner.alpha_group, "actor": learner.actor_group}
-    return {name: group.wire.clone() for name, group in groups.items()}
+    return {name: group.wire.clone() for name, group in rank.learner.groups.items()}
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -184,8 +185,7 @@ def check_skip(part: RankPart, learning: Learning, prefix: str = "") -> None:
     learning.cycle()
     rows.copy_(kept)
     after = learning.state()
-    learner = learning.rank.learner
-    taken = sum(group.finite.item() for group in (learner.critic_group, learner.alpha_group, learner.actor_group))
+    taken = sum(group.finite.item() for group in learning.rank.learner.groups.values())
     moved = changed(before, after, learned(before))
     skipped, wanted = (after[SKIPPED] - before[SKIPPED]).item(), learning.rank.phase.steps
     detail = f"rows of rank {ranks.world_size - 1} were NaN: {skipped:g} of {wanted} steps skipped"

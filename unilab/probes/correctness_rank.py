@@ -5,11 +5,8 @@ Started by `unilab.probes.correctness`.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +22,7 @@ from unilab.probes.correctness_eager import check_cycles, check_gradients, check
 from unilab.probes.correctness_graph import check_graph, check_memory, check_recapture
 from unilab.probes.findings import RankPart
 from unilab.probes.learning import Learning
+from unilab.probes.rank import serve
 from unilab.probes.setting import Seat
 from unilab.provenance import PACKAGE, redact, source_sha256
 
@@ -35,31 +33,26 @@ SMALL = (
     *("algo.actor_hidden_dim=16", "algo.critic_hidden_dim=16", "algo.num_atoms=11"),
 )
 LEAVING_LIMIT = 30.0  # seconds
-GRACE = 5  # s that the parent's limit comes before this program's own
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank; returns the exit code."""
-    seat = Seat.take(argv)
-    signal.alarm(int(seat.options["seconds"]) + GRACE)  # also where the parent is gone
-    part = RankPart(Path(seat.part))
-    try:
-        part.enter("meeting the other ranks")
-        config = configure(seat.rank, seat.backend)
-        device = choose_device(config, seat.world_size)
-        torch.set_num_threads(learner_threads(seat.world_size))
-        ranks = DataParallel.join(seat.rank, seat.world_size, device, Path(seat.store))
-        leave(part, check(part, config, device, bool(seat.options["compile_loss"]), ranks), ranks)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # an orderly end may wait for ranks that are gone, and for graphs that hold their collectives
-    return 0
+    return serve(argv, run)
 
 
-def configure(rank: int, backend: str) -> RunConfig:
+def run(seat: Seat, part: RankPart) -> None:
+    """Meet the others, make every check and leave."""
+    part.enter("meeting the other ranks")
+    config = configure(seat.rank, seat.backend, seat.options["algo"])
+    device = choose_device(config, seat.world_size)
+    torch.set_num_threads(learner_threads(seat.world_size))
+    ranks = DataParallel.join(seat.rank, seat.world_size, device, Path(seat.store))
+    leave(part, check(part, config, device, bool(seat.options["compile_loss"]), ranks), ranks)
+
+
+def configure(rank: int, backend: str, algo: str = "sac") -> RunConfig:
     """The run of a rank, with a seed of its own."""
-    config = load_config("sac", "g1_walk_flat", "mujoco", SMALL if backend == "gloo" else FULL)
+    config = load_config(algo, "g1_walk_flat", "mujoco", SMALL if backend == "gloo" else FULL)
     return replace(config, algo=replace(config.algo, seed=config.algo.seed + rank))
 
 

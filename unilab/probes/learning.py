@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unilab.capture import Phase
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
+from unilab.learner import Learner
 from unilab.rank_statistics import RankStatistics
 from unilab.synthetic import SyntheticRank
 
@@ -64,18 +65,12 @@ class Learning:
         """Optimizer steps that so many cycles take, by parameter group."""
         updates = self.config.algo.updates_per_step
         actor = math.ceil(updates / self.config.algo.policy_frequency)
-        return {"critic": cycles * updates, "temperature": cycles * updates, "actor": cycles * actor}
+        return self.rank.learner.steps(cycles * updates, cycles * actor)
 
-    def local_buffers(self) -> list[str]:
-        """Buffers of batch norms, which every rank keeps to itself."""
-        norms = nn.modules.batchnorm._BatchNorm
-        return [
-            f"{name}.{path}.{buffer}"
-            for name, module in self.rank.learner.modules().items()
-            for path, part in module.named_modules()
-            if isinstance(part, norms)
-            for buffer, _ in part.named_buffers(recurse=False)
-        ]
+
+def local_buffers(learner: Learner) -> list[str]:
+    """Buffers of networks, as of batch norms, which every rank keeps to itself."""
+    return [f"{name}.{path}" for name, module in learner.modules().items() for path, _ in module.named_buffers()]
 
 
 def parameters(state: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unilab.probes.findings import RankPart
 from unilab.probes.setting import Seat
+from unilab.trial import end_with_parent
 
 GRACE = 5  # s that the parent's limit comes before this program's own
 ERROR = "error"  # the fact that says what was raised, and by which rank
@@ -28,9 +29,10 @@ def serve(argv: Sequence[str], program: Callable[[Seat, RankPart], None]) -> int
         argv: the rank's place; its option `seconds` is the limit.
         program: gets the place and the part it fills.
     """
+    end_with_parent()
     seat = Seat.take(argv)
     part = RankPart(Path(seat.part))
-    signal.alarm(int(seat.options["seconds"]) + GRACE)  # also where the parent is gone
+    signal.alarm(int(seat.options["seconds"]) + GRACE)  # also where something does not let go of Python
     try:
         program(seat, part)
     except Exception as error:

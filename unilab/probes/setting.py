@@ -26,12 +26,14 @@ class Setting:
         backend: `nccl` or `gloo`.
         environment: what the ranks inherit, the variables of the transport included.
         compile_loss: whether objectives and steps are compiled.
+        algo: algorithm whose learner is looked at, where a probe looks at one.
     """
 
     entries: tuple[str, ...]
     backend: str
     environment: dict[str, str]
     compile_loss: bool = False
+    algo: str = "sac"
 
     def run(
         self,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from unilab.algorithm import AlgoConfig, AlgoParams, require_positive
 from unilab.validation import require
 
-POSITIVE = (
-    "num_envs",
-    "batch_size",
-    "replay_buffer_n",
-    "updates_per_step",
-    "learning_starts",
-    "policy_frequency",
-    "max_iterations",
-)
+if TYPE_CHECKING:
+    import torch
+
+    from unilab.data_parallel import DataParallel
+    from unilab.learner import Learner
+    from unilab.sac.networks import Actor
+    from unilab.state import StateRegistry
 
 
 @dataclass
-class SacParams:
+class SacParams(AlgoParams):
     """`algo.algo_params.*`.
 
     Attributes:
@@ -27,9 +27,6 @@ class SacParams:
         alpha_init: first temperature.
         target_entropy_ratio: target entropy is -action_dim times this.
         max_grad_norm: global gradient norm above which gradients are scaled down; 0 turns that off.
-        amp_dtype: precision under `training.use_amp`; auto means bf16 on CUDA.
-        use_compile: compile objectives and task functions with Inductor on CUDA.
-        use_whole_cycle_cuda_graph: replay the act and the update phase as one CUDA graph each.
     """
 
     alpha_lr: float = 3e-4
@@ -42,29 +39,12 @@ class SacParams:
 
 
 @dataclass
-class SacConfig:
-    """`algo.*` of SAC.
+class SacConfig(AlgoConfig):
+    """`algo.*` of SAC, see `AlgoConfig`; hidden widths are the first ones and halve twice.
 
     Attributes:
-        algo: identity, fixed.
-        algo_log_name: folder below `logs/`.
-        seed: seeds every random stream of the run.
-        num_envs: environments per rank.
-        batch_size: rows of one update, per rank.
-        replay_buffer_n: ring rows per environment.
-        updates_per_step: critic updates per iteration.
-        learning_starts: control steps per environment before the first update.
-        policy_frequency: an actor update every this many critic updates.
-        max_iterations: training iterations; each is one control step of every environment and one update cycle.
-        save_interval: iterations between checkpoints; 0 writes only the last one, -1 none at all.
-        gamma: discount.
-        tau: Polyak weight of every target update.
         actor_lr: learning rate of the actor.
         critic_lr: learning rate of the critics.
-        actor_hidden_dim: first hidden width of the actor; it halves twice.
-        critic_hidden_dim: first hidden width of each critic; it halves twice.
-        num_atoms: support points of the return distribution.
-        algo_params: the rest.
     """
 
     algo: str = "sac"
@@ -93,27 +73,44 @@ class SacConfig:
         Raises:
             ValueError: naming the key, what it must be and what it is.
         """
-        for name in POSITIVE:
-            require(getattr(self, name) >= 1, f"algo.{name}", "at least 1", getattr(self, name))
+        super().validate()
         for name in ("actor_hidden_dim", "critic_hidden_dim"):
             value = getattr(self, name)
             require(value >= 4 and value % 4 == 0, f"algo.{name}", "a positive multiple of 4 (it halves twice)", value)
-        for name in ("actor_lr", "critic_lr"):
-            require(0 < getattr(self, name) < math.inf, f"algo.{name}", "positive and finite", getattr(self, name))
+        require_positive(self, ("actor_lr", "critic_lr"), "algo")
         require(self.algo == "sac", "algo.algo", "sac (the --algo option chooses)", self.algo)
-        require(bool(self.algo_log_name.strip("./")), "algo.algo_log_name", "a folder name", self.algo_log_name)
-        require(self.save_interval >= -1, "algo.save_interval", "-1, 0 or positive", self.save_interval)
-        require(0 <= self.gamma < 1, "algo.gamma", "in [0, 1)", self.gamma)
-        require(0 < self.tau <= 1, "algo.tau", "in (0, 1]", self.tau)
-        require(self.num_atoms >= 2, "algo.num_atoms", "at least 2", self.num_atoms)
         self._validate_params()
 
     def _validate_params(self) -> None:
         params = self.algo_params
-        for name in ("alpha_lr", "alpha_init"):
-            value = getattr(params, name)
-            require(0 < value < math.inf, f"algo.algo_params.{name}", "positive and finite", value)
+        require_positive(params, ("alpha_lr", "alpha_init"), "algo.algo_params")
         norm, ratio = params.max_grad_norm, params.target_entropy_ratio
         require(0 <= norm < math.inf, "algo.algo_params.max_grad_norm", "0 or positive, and finite", norm)
         require(math.isfinite(ratio), "algo.algo_params.target_entropy_ratio", "finite", ratio)
-        require(params.amp_dtype in ("auto", "bf16"), "algo.algo_params.amp_dtype", "auto or bf16", params.amp_dtype)
+
+    def at_rest(self) -> SacConfig:
+        """The same with learning rates of 0."""
+        return replace(self, actor_lr=0.0, critic_lr=0.0, algo_params=replace(self.algo_params, alpha_lr=0.0))
+
+    def actor_facts(self) -> tuple[str, dict[str, Any]]:
+        """See `AlgoConfig.actor_facts`."""
+        return "unilab.sac.networks:Actor", {"hidden": self.actor_hidden_dim}
+
+    def build_actor(self, obs_dim: int, action_dim: int) -> Actor:
+        """See `AlgoConfig.build_actor`."""
+        from unilab.sac.networks import Actor
+
+        return Actor(obs_dim, action_dim, self.actor_hidden_dim)
+
+    def build_learner(
+        self,
+        dims: tuple[int, int, int],
+        device: torch.device,
+        amp: bool,
+        registry: StateRegistry,
+        ranks: DataParallel | None = None,
+    ) -> Learner:
+        """See `AlgoConfig.build_learner`."""
+        from unilab.sac.learner import SacLearner
+
+        return SacLearner(self, *dims, device, amp, registry, ranks)

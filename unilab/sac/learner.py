@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from unilab.data_parallel import DataParallel
+from unilab.learner import Batch, NormalNoise
+from unilab.learner import compiled as _compiled
 from unilab.optim import ParameterGroup, bind, share_wire
 from unilab.sac.config import SacConfig
 from unilab.sac.networks import Actor, CriticPair
-from unilab.sac.objectives import Batch, actor_objective, critic_objective, support, temperature_objective
+from unilab.sac.objectives import actor_objective, critic_objective, support, temperature_objective
 from unilab.state import StateRegistry
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 WEIGHT_DECAY = 1e-3
 METRICS = (
@@ -49,7 +46,7 @@ class SacLearner:
         ranks: averages gradients before each step; one rank by default.
     """
 
-    metrics = METRICS
+    metrics: tuple[str, ...] = METRICS
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class SacLearner:
         registry: StateRegistry,
         ranks: DataParallel | None = None,
     ) -> None:
-        self._config, self._device, self._amp = config, device, amp
+        self._config, self._device, self._amp, self._action_dim = config, device, amp, action_dim
         self._ranks = ranks or DataParallel()
         params = config.algo_params
         self.actor = Actor(obs_dim, action_dim, config.actor_hidden_dim).to(device)
@@ -79,20 +76,35 @@ class SacLearner:
             "critic", self.critic.parameters(), config.critic_lr, WEIGHT_DECAY, registry, norm
         )
         self.alpha_group = ParameterGroup("temperature", [self.log_alpha], params.alpha_lr, 0.0, registry)
+        self.groups = {"critic": self.critic_group, "temperature": self.alpha_group, "actor": self.actor_group}
         self._critic_wire = share_wire((self.critic_group, self.alpha_group))
         bind(self._frozen_critic.parameters(), self.critic_group.flat.data)
         self._target_flat = registry.tensor("critic_target/parameters", self.critic_group.flat.data.clone())
         bind(self.target.parameters(), self._target_flat)
         self._points = support(config.num_atoms, device)
         self._target_entropy = -action_dim * params.target_entropy_ratio
-        compiled = params.use_compile and device.type == "cuda"
-        self._next_action = _compiled(self._sample, compiled, dynamic=True)  # one compilation for all numbers of rows
-        self._critic_objective = _compiled(critic_objective, compiled)
-        self._actor_objective = _compiled(actor_objective, compiled)
-        self._step_critic = _compiled(self._critic_step, compiled)
-        self._step_actor = _compiled(self._actor_step, compiled)
+        compiling = params.use_compile and device.type == "cuda"
+        self._next_action = _compiled(self._sample, compiling, dynamic=True)  # one compilation for all numbers of rows
+        self._critic_objective = _compiled(critic_objective, compiling)
+        self._actor_objective = _compiled(actor_objective, compiling)
+        self._step_critic = _compiled(self._critic_step, compiling)
+        self._step_actor = _compiled(self._actor_step, compiling)
         self._expected: Tensor | None = None
         self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
+
+    def exploration(
+        self, num_envs: int, generator: torch.Generator, registry: StateRegistry, device: torch.device
+    ) -> NormalNoise:
+        """Fresh noise in every tick."""
+        return NormalNoise(num_envs, self._action_dim, generator, registry, device)
+
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions `(N, A)` of observations `(N, O)`."""
+        action, _ = self.actor.sample(obs, noise)
+        return action
+
+    def observe(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
+        """Nothing: SAC keeps no statistics of its own."""
 
     @torch.no_grad()
     def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +160,10 @@ class SacLearner:
         """Networks of a checkpoint, by name."""
         return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
 
+    def steps(self, updates: int, actor_updates: int) -> dict[str, int]:
+        """Optimizer steps by group; the temperature's go with the critics', so do its gradients."""
+        return {"critic": updates, "temperature": updates, "actor": actor_updates}
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp)
 
@@ -187,8 +203,3 @@ class SacLearner:
         self._ranks.average(self.actor_group.wire)
         self.actor_group.step()
         self._reported["Train/skipped_updates"].add_(1.0 - self.actor_group.finite)
-
-
-def _compiled(function: Callable[_P, _R], enabled: bool, dynamic: bool = False) -> Callable[_P, _R]:
-    """The function, compiled by Inductor where asked for."""
-    return torch.compile(function, dynamic=dynamic) if enabled else function

@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unilab.learner import Batch
 from unilab.sac import fused
 from unilab.sac.networks import Actor, CriticPair
 
 V_MIN, V_MAX = -20.0, 20.0
+BOUNDS = V_MIN, V_MAX
 LOG_PROBABILITY_FLOOR = -30.0
 INDEX_SLACK = 1e-3  # of one atom; covers the rounding of computed positions
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one update: views of the gathered replay rows.
-
-    Attributes:
-        obs: `(B, O)`.
-        next_obs: `(B, O)`; the terminal observation where the episode ended.
-        action: `(B, A)`.
-        reward: `(B,)`, scaled by the control step.
-        done: `(B,)` 1 where the episode ended.
-        timeout: `(B,)` 1 where it ended by its time limit alone.
-        critic: `(B, C)`.
-        next_critic: `(B, C)`.
-    """
-
-    obs: Tensor
-    next_obs: Tensor
-    action: Tensor
-    reward: Tensor
-    done: Tensor
-    timeout: Tensor
-    critic: Tensor
-    next_critic: Tensor
-
-
-def support(atoms: int, device: torch.device | str) -> Tensor:
+def support(atoms: int, device: torch.device | str, bounds: tuple[float, float] = BOUNDS) -> Tensor:
     """Support points of the return distribution, `(atoms,)`."""
-    return torch.linspace(V_MIN, V_MAX, atoms, device=device)
+    return torch.linspace(*bounds, atoms, device=device)
 
 
-def project(probabilities: Tensor, reward: Tensor, discount: Tensor, gamma: float, points: Tensor) -> Tensor:
+def project(
+    probabilities: Tensor,
+    reward: Tensor,
+    discount: Tensor,
+    gamma: float,
+    points: Tensor,
+    bounds: tuple[float, float] = BOUNDS,
+) -> Tensor:
     """Project the distributions of reward + discount * Z back onto the support (Bellemare et al. 2017, algorithm 1).
 
     Each shifted atom gives its mass to its two neighbours in proportion to nearness. Shifted atoms lie gamma spacings
@@ -58,24 +40,26 @@ def project(probabilities: Tensor, reward: Tensor, discount: Tensor, gamma: floa
         discount: `(B,)`, each either 0 or `gamma`.
         gamma: the discount of rows that run on; 2 / gamma atoms lie within a spacing of a support point.
         points: `(K,)` the support.
+        bounds: its ends.
 
     Returns:
         `(E, B, K)` mass on the support.
     """
+    v_min, v_max = bounds
     atoms = points.numel()
     count = reach(atoms, gamma)
     reward, discount = reward.unsqueeze(-1), discount.unsqueeze(-1)
-    low, high = reward + discount * points <= V_MIN, reward + discount * points >= V_MAX
+    low, high = reward + discount * points <= v_min, reward + discount * points >= v_max
     mass = (probabilities * low).sum(-1, keepdim=True) * (points == points[0])
     mass = mass + (probabilities * high).sum(-1, keepdim=True) * (points == points[-1])
-    spacing = (V_MAX - V_MIN) / (atoms - 1)
-    first = ((points - spacing - reward) / discount - V_MIN) / spacing - INDEX_SLACK
+    spacing = (v_max - v_min) / (atoms - 1)
+    first = ((points - spacing - reward) / discount - v_min) / spacing - INDEX_SLACK
     first = torch.nan_to_num(first).ceil().clamp(0, atoms - count).long()  # (B, to)
     for source in (first + index for index in range(count)):  # unrolled: compiled, one pass over the support points
         shifted = reward + discount * points[source]
-        inside = _hat(shifted, points).masked_fill((shifted <= V_MIN) | (shifted >= V_MAX), 0.0)
+        inside = _hat(shifted, points, bounds).masked_fill((shifted <= v_min) | (shifted >= v_max), 0.0)
         mass = mass + probabilities.gather(-1, source.expand_as(probabilities)) * inside
-    alone = probabilities.sum(-1, keepdim=True) * _hat(reward.clamp(V_MIN, V_MAX), points)
+    alone = probabilities.sum(-1, keepdim=True) * _hat(reward.clamp(v_min, v_max), points, bounds)
     return torch.where(discount == 0, alone, mass)  # without a discount all atoms land on the reward
 
 
@@ -84,14 +68,14 @@ def reach(atoms: int, gamma: float) -> int:
     return min(atoms, int(2.0 / max(gamma, 1.0 / atoms) + INDEX_SLACK) + 1)
 
 
-def shift(reward: Tensor, discount: Tensor, points: Tensor) -> Tensor:
+def shift(reward: Tensor, discount: Tensor, points: Tensor, bounds: tuple[float, float] = BOUNDS) -> Tensor:
     """Where the atoms land, cut off at the ends, `(B, K)`."""
-    return (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(V_MIN, V_MAX)
+    return (reward.unsqueeze(-1) + discount.unsqueeze(-1) * points).clamp(*bounds)
 
 
-def _hat(shifted: Tensor, points: Tensor) -> Tensor:
+def _hat(shifted: Tensor, points: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Share of a shifted atom's mass that a support point takes: max(0, 1 - distance / spacing)."""
-    return (1.0 - (shifted - points).abs() * ((points.numel() - 1) / (V_MAX - V_MIN))).clamp(min=0.0)
+    return (1.0 - (shifted - points).abs() * ((points.numel() - 1) / (bounds[1] - bounds[0]))).clamp(min=0.0)
 
 
 def critic_objective(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -264,3 +265,26 @@ def test_no_sibling_works_before_all_cores_of_its_pool_do(host: tuple[Topology, 
         cores = [core[cpu] for cpu in pool]
         repeats = [position for position, number in enumerate(cores) if number in cores[:position]]
         assert not repeats or min(repeats) >= len(set(cores)) - 1  # the learner's siblings are the very last
+
+
+@given(st.sets(st.integers(0, 300)), st.booleans())
+def test_a_list_of_cpus_is_read_as_the_kernel_writes_it(cpus: set[int], spelled_out: bool) -> None:
+    """Runs are joined with a dash, or every CPU stands alone; the order of the parts means nothing."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1 and not spelled_out:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    parts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    assert parse_cpu_list(",".join(parts)) == parse_cpu_list(",".join(reversed(parts))) == cpus
+
+
+@given(hosts(), st.integers(0, 1000))
+def test_a_plan_depends_on_the_set_of_cpus_alone(host: tuple[Topology, list[int], list[int | None]], seed: int) -> None:
+    topology, mask, gpus = host
+    shuffled = random.Random(seed).sample(mask, len(mask))
+    assert plan_pools(topology, shuffled, len(gpus), gpus) == plan_pools(topology, mask, len(gpus), gpus)
+    elsewhere = Topology(topology.cpus, None)
+    sizes = [len(plan_pools(one, mask, len(gpus), gpus)[0]) for one in (topology, elsewhere)]
+    assert sizes[0] <= sizes[1]  # a quota never adds CPUs

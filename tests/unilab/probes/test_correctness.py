@@ -142,10 +142,16 @@ def test_a_check_whose_values_must_also_agree_is_one_check(tmp_path: Path) -> No
     [
         (["--compile-loss"], "--compile-loss compiles on GPUs alone; leave it out with --smoke"),
         (["--world-size", "0"], "--world-size 0: must be at least 1"),
+        (["--algo", "ppo"], "--algo ppo: there is sac, flashsac"),
+        (["--world-size", "17"], "--world-size 17: must be at most 16 with --smoke"),
+        (["--output", "/"], "--output / is a folder; name a file in it"),
         (["--output", "nowhere/found.json"], "--output nowhere/found.json: there is no folder nowhere"),
     ],
 )
-def test_refusals_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(correctness, "run", lambda _: pytest.fail("the probe was run"))
     assert main(["correctness", "--smoke", *arguments]) == 2
     assert capsys.readouterr() == ("", f"probe: {message}\n")
 
@@ -162,7 +168,8 @@ def test_an_interrupt_ends_the_probe(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(700)
-def test_the_probe_passes_on_a_gpu(tmp_path: Path) -> None:
-    code, found = probe(tmp_path, "--world-size", str(min(2, torch.cuda.device_count())))
+@pytest.mark.parametrize("algo", ["sac", "flashsac"])
+def test_the_probe_passes_on_a_gpu(tmp_path: Path, algo: str) -> None:
+    code, found = probe(tmp_path, "--algo", algo, "--world-size", str(min(2, torch.cuda.device_count())))
     assert [check for check in found["checks"] if not check["passed"]] == []
     assert code == 0 and {check["name"] for check in found["checks"]} == EAGER | GRAPHS | ENDING

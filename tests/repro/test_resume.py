@@ -1,0 +1,301 @@
+"""Sessions that are resumed: after Ctrl-C, after the session was killed, after cells failed; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_probe
+import psutil
+import pytest
+from session_builder import TOY, TRAINER, finished_session, matrix_text, run_session
+
+from repro.cli import main
+from repro.evidence import read_evidence
+from repro.journal import read_journal
+from repro.layout import HOST_FILE, JOURNAL_FILE, MANIFEST_FILE, PLAN_FILE, REPORT_FILE, RESULT_FILE
+from repro.manifest import write_manifest
+from repro.plan import Plan
+from repro.report import write_report
+from repro.resume import claim
+from repro.schema import canonical_json, read_model
+from repro.verify import verify
+
+SESSION = "import sys; from repro.cli import main; sys.exit(main(sys.argv[1:6], trainer=sys.argv[6:]))"
+THREE = matrix_text({"a": {}, "b": {"FAKE_SECONDS": "60"}, "c": {}})
+
+
+def resume(out: Path, matrix: Path, *flags: str) -> int:
+    return main(["run", "--resume", "--matrix", str(matrix), "--out", str(out), *flags], trainer=TRAINER)
+
+
+def events(out: Path) -> list[str]:
+    return [f"{entry.event.removeprefix('session_')} {entry.cell or ''}".strip() for entry in read_journal(out)]
+
+
+def statuses(out: Path) -> dict[str, str]:
+    return {item.cell.id: item.status for item in read_evidence(out).cells}
+
+
+def checked(out: Path) -> list[str]:
+    lines: list[str] = []
+    assert verify([out], lines.append), lines
+    return lines
+
+
+def stop_in_the_middle(folder: Path, number: signal.Signals) -> tuple[Path, Path]:
+    """Run `THREE` in a process of its own and send it a signal while its second cell runs; the third is quick."""
+    matrix, out = folder / "m.toml", folder / "out"
+    matrix.write_text(THREE)
+    command = [sys.executable, "-c", SESSION, "run", "--matrix", str(matrix), "--out", str(out), *TRAINER]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (out / "runs" / "b_r1" / "progress.jsonl").exists():
+                assert process.poll() is None and time.monotonic() < deadline, "the cell did not start"
+                time.sleep(0.02)
+            process.send_signal(number)
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    return out, matrix
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of this process end at once, whatever they were planned to do."""
+    from repro import launch
+
+    run = launch.run_cell
+
+    def quick(command: list[str], environment: dict[str, str], *rest: object) -> launch.Ended:
+        return run(command, {**environment, "FAKE_SECONDS": "0"}, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch, "run_cell", quick)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_session_that_was_stopped_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
+    out, matrix = stop_in_the_middle(tmp_path, number)
+    before = (out / JOURNAL_FILE).read_bytes()
+    kept = {path: path.read_bytes() for path in (out / "runs" / "a_r1").iterdir()}
+    if number == signal.SIGKILL:
+        assert events(out)[-1] == "cell_started b_r1" and not (out / MANIFEST_FILE).exists()
+        with (out / JOURNAL_FILE).open("ab") as file:
+            file.write(b'{"event": "cell_end')  # the end of b, cut
+    else:
+        assert events(out)[-2:] == ["cell_ended b_r1", "interrupted"]
+    assert resume(out, matrix) == 0
+    assert (out / JOURNAL_FILE).read_bytes().startswith(before)
+    again = ["resumed", "cell_started b_r1", "cell_ended b_r1", "cell_started c_r1", "cell_ended c_r1", "ended"]
+    assert events(out)[len(before.splitlines()) :] == again
+    assert set(statuses(out).values()) == {"measured"}
+    assert kept == {path: path.read_bytes() for path in (out / "runs" / "a_r1").iterdir()}
+    aside = out / "superseded" / "b_r1.1"
+    assert {"run", "cell.log", "telemetry.jsonl"} == {path.name for path in aside.iterdir()}
+    assert str(tmp_path) not in "".join(path.read_text() for path in aside.rglob("*.json"))
+    page = (out / REPORT_FILE).read_text()
+    assert "- The session was resumed 1 time: runs before and after lie further apart than planned.\n" in page
+    ending = "was interrupted: by the user; " if number == signal.SIGINT else "was cut off with its session."
+    assert f"- b_r1 was run again: attempt 1 {ending}" in page
+    assert checked(out)[-1].startswith("verified: ") and checked(out)[-1].endswith(", 3 runs recomputed")
+
+
+def failing_once(folder: Path) -> tuple[Path, Path]:
+    """A session of a good cell and one that fails for as long as the file `broken` is there."""
+    folder.mkdir(exist_ok=True)
+    trainer, matrix, out = folder / "trainer.py", folder / "matrix.toml", folder / "out"
+    broken = folder / "broken"
+    broken.touch()
+    matrix.write_text(matrix_text({"good": {}, "bad": {"BROKEN": str(broken)}}))
+    trainer.write_text(
+        "import os, subprocess, sys\n"
+        "if os.path.exists(os.environ.get('BROKEN', '')): sys.exit('out of luck')\n"
+        f"sys.exit(subprocess.call([*{list(TRAINER)!r}, *sys.argv[1:]]))\n"
+    )
+    return out, matrix
+
+
+def test_only_failed_cells_are_run_again_and_their_failure_stays_in_the_report(tmp_path: Path) -> None:
+    out, matrix = failing_once(tmp_path)
+    command = ["run", "--matrix", str(matrix), "--out", str(out)]
+    trainer = [sys.executable, str(tmp_path / "trainer.py")]
+    assert main(command, trainer=trainer) == 4
+    assert main([*command, "--resume"], trainer=trainer) == 4  # it fails again
+    (tmp_path / "broken").unlink()
+    assert main([*command, "--resume"], trainer=trainer) == 0
+    assert events(out).count("cell_started good_r1") == 1 and events(out).count("cell_started bad_r1") == 3
+    page = (out / REPORT_FILE).read_text()
+    for attempt in (1, 2):
+        assert f"- bad_r1 was run again: attempt {attempt} gave exit code 1: out of luck.\n" in page
+        assert (out / "superseded" / f"bad_r1.{attempt}" / "cell.log").read_text() == "out of luck\n"
+    assert "resumed 2 times" in page
+    checked(out)
+
+
+def test_a_complete_session_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run_session(tmp_path, TOY)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert resume(out, tmp_path / "matrix.toml") == code == 0
+    assert capsys.readouterr().out == f"nothing to do: every run in {out} has its number\n"
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (out / MANIFEST_FILE).unlink()  # killed while it wrote the report
+    assert resume(out, tmp_path / "matrix.toml") == 0
+    assert events(out)[-3:] == ["ended", "resumed", "ended"] and not (out / "superseded").exists()
+    checked(out)
+
+
+def edit(out: Path, file: str, change: Callable[[dict[str, object]], object]) -> None:
+    content = json.loads((out / file).read_text())
+    change(content)
+    (out / file).write_text(canonical_json(content))
+    write_manifest(out)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (PLAN_FILE, lambda plan: plan["source"].update(commit="f" * 40), r'source\.commit in its plan\.json is "ffff'),
+        (PLAN_FILE, lambda plan: plan["source"].update(diff_sha256="d"), r'source\.diff_sha256 in its .* is "d", here'),
+        (PLAN_FILE, lambda plan: plan.update(timeout_seconds=5.0), r"timeout_seconds in its plan\.json is 5\.0, here "),
+        (HOST_FILE, lambda host: host.update(cpu_model="Z80"), r'cpu_model in its host\.json is "Z80", here it is "'),
+        (HOST_FILE, lambda host: host["versions"].update(torch="0.1"), r'versions\.torch in its host\.json is "0\.1"'),
+    ],
+)
+def test_another_code_host_or_package_is_refused_by_name(
+    tmp_path: Path,
+    file: str,
+    change: Callable[[dict[str, object]], object],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = finished_session(tmp_path)
+    (tmp_path / "matrix.toml").write_text(TOY)
+    edit(out, file, change)
+    before = (out / JOURNAL_FILE).read_bytes()
+    assert resume(out, tmp_path / "matrix.toml") == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1 and "leave out --resume" in error
+    assert (out / JOURNAL_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--iterations", "41"], "matrix.iterations in its plan.json is 40, here it is 41"),
+        (["--repeats", "3"], "matrix.repeats in its plan.json is 2, here it is 3"),
+        (["--override", "algo.seed=2"], "matrix.overrides in its plan.json is [], here it is "),
+        (["--prefix", "x"], 'cells.0.id in its plan.json is "warmup1_slow", here it is "x_warmup1_slow"'),
+    ],
+)
+def test_another_matrix_is_refused_by_name(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = finished_session(tmp_path)
+    (tmp_path / "matrix.toml").write_text(TOY)
+    assert resume(out, tmp_path / "matrix.toml", *flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_session_and_files_that_were_changed_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "matrix.toml").write_text(TOY)
+    assert main(["run", "--resume", "--matrix", str(tmp_path / "matrix.toml")], trainer=TRAINER) == 2
+    assert "--resume needs --out DIR" in capsys.readouterr().err
+    assert resume(tmp_path / "nowhere", tmp_path / "matrix.toml") == 2
+    assert "holds no plan.json, so no session began there" in capsys.readouterr().err
+    out = finished_session(tmp_path)
+    (out / "logs" / "slow_r1.log").write_text("other")
+    assert resume(out, tmp_path / "matrix.toml") == 2
+    assert "logs/slow_r1.log: the file or its line" in capsys.readouterr().err
+
+
+def test_a_session_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = finished_session(tmp_path)
+    (tmp_path / "matrix.toml").write_text(TOY)
+    with claim(out):
+        assert resume(out, tmp_path / "matrix.toml") == 2
+    assert "a session still runs in" in capsys.readouterr().err
+
+
+def test_a_run_that_outlives_its_session_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("repro.resume.GRACE_SECONDS", 0.2)
+    out = finished_session(tmp_path)
+    (tmp_path / "matrix.toml").write_text(TOY)
+    command = [sys.executable, "-c", "print(flush=True); input()", "training.log_dir=runs/slow_r1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=out) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert resume(out, tmp_path / "matrix.toml") == 2
+        assert f"process {process.pid} of its last run has not ended" in capsys.readouterr().err
+        process.kill()
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_session_killed_while_it_moved_an_attempt_aside_goes_on(tmp_path: Path) -> None:
+    text = matrix_text({"bad": {"FAKE_MODE": "crash"}, "good": {}})
+    _, out = run_session(tmp_path, text)
+    aside = out / "superseded" / "bad_r1.1"
+    aside.mkdir(parents=True)
+    (out / "logs" / "bad_r1.log").rename(aside / "cell.log")
+    for name in (MANIFEST_FILE, RESULT_FILE, REPORT_FILE):
+        (out / name).unlink()
+    assert main(["report", str(out)]) == 0 and statuses(out)["bad_r1"] == "failed"
+    checked(out)
+    assert resume(out, tmp_path / "matrix.toml") == 4
+    assert {path.name for path in aside.iterdir()} == {"run", "cell.log", "telemetry.jsonl"}
+    checked(out)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda out: (out / "superseded" / "bad_r1.1" / "cell.log").unlink(), "bad_r1.1/cell.log is missing, though"),
+        (lambda out: (out / "superseded" / "good_r1.3").mkdir(), "good_r1.3: is no attempt of the journal"),
+        (lambda out: (out / "superseded" / "note.txt").touch(), "superseded/note.txt: is no attempt of the journal"),
+    ],
+)
+def test_superseded_attempts_are_those_of_the_journal(
+    tmp_path: Path, spoil: Callable[[Path], object], problem: str
+) -> None:
+    _, out = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}, "good": {}}))
+    assert resume(out, tmp_path / "matrix.toml") == 4
+    checked(out)
+    spoil(out)
+    write_report(out)
+    lines: list[str] = []
+    assert not verify([out], lines.append)
+    assert any(problem in line for line in lines), lines
+
+
+def test_the_plan_of_a_resumed_session_stays_the_first(tmp_path: Path) -> None:
+    _, out = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}}))
+    plan, host = (out / PLAN_FILE).read_bytes(), (out / HOST_FILE).read_bytes()
+    assert resume(out, tmp_path / "matrix.toml") == 4
+    assert ((out / PLAN_FILE).read_bytes(), (out / HOST_FILE).read_bytes()) == (plan, host)
+    assert read_model(Plan, out / PLAN_FILE).cells[0].id == "bad_r1"
+
+
+@pytest.mark.parametrize(("mode", "code"), [("ok", 4), ("correctness:fail", 2)])
+def test_passed_probes_are_not_run_again_and_failed_ones_end_it(
+    mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("repro.probe.PROGRAM", (sys.executable, str(Path(fake_probe.__file__))))
+    monkeypatch.setenv("FAKE_PROBE", mode)
+    text = matrix_text({"bad": {"FAKE_MODE": "crash"}}, extra='probes = ["correctness"]\n')
+    _, out = run_session(tmp_path, text)
+    assert resume(out, tmp_path / "matrix.toml") == code
+    assert events(out).count("probe_started") == 1
+    assert ("probe correctness failed; look for the fault" in capsys.readouterr().err) is (code == 2)
+    checked(out)

@@ -1,0 +1,37 @@
+"""Processes of a trial do not outlive the one that started them, however it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from unilab.trial import try_ranks
+rank = "import os, time; from unilab.trial import end_with_parent as tie; tie(); "
+rank += "print(os.getpid(), flush=True); time.sleep(60)"
+try_ranks([[sys.executable, "-c", rank]] * 2, [dict(os.environ)] * 2, 50.0, Path(sys.argv[1]))
+"""
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    ranks = [psutil.Process(int(log.read_text())) for log in logs]
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    for process in alive:
+        os.kill(process.pid, signal.SIGKILL)
+    assert alive == []
