@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_environment import NoHostReads
 
 from unilab.environment import Environment
 from unilab.physics.spec import KEEP, RESET, SET_VELOCITY
@@ -136,3 +137,15 @@ def test_the_shipped_interval_is_fifteen_seconds() -> None:
     assert env.codes.tolist() == [KEEP] * N
     tick(env)
     assert env.codes.tolist() == [SET_VELOCITY] * N
+
+
+def test_no_phase_reads_on_the_host(env: Environment) -> None:
+    tick(env)
+    physics(env, [1])
+    action = torch.zeros(N, 12)
+    with NoHostReads():
+        env.draw()
+        env.complete()
+        env.summarize()
+        env.restart(env.finished)
+        env.control(action)

@@ -268,7 +268,7 @@ class VelocityTask(ABC):
 
     def push(self, physics: Mapping[str, Tensor], uniform: Tensor) -> dict[str, Tensor]:
         """Fields that a push changes, up to date: qvel (N, nv) and sensors, from draws (N, uniform_width)."""
-        raise NotImplementedError("where `push_interval` is not None")
+        raise NotImplementedError(f"{type(self).__name__} has no pushes")
 
     def reset_rows(self, uniform: Tensor) -> Tensor:
         """Reset rows (N, reset width) from draws (N, uniform_width): qpos, qvel and model fields.
