@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from repro.events import Reason, read_scalars
 from repro.evidence import MISSING_PROVENANCE, NOT_AS_PLANNED
 from repro.stats import Verdict
 from unilab import names
-from unilab.config import load_config
+from unilab.config import TASKS, load_config
 from unilab.flash_sac.learner import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +77,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_tag_is_documented_and_every_documented_tag_is_written(run_dir: Path) -> None:
     documented = {row[0].strip("`"): row[1] for row in rows(read("docs/metrics.md")) if "/" in row[0]}
     assert set(documented.values()) == {"kept", "redefined", "new", "dropped"}
-    written = set(read_scalars(run_dir)) | set(METRICS)  # the other algorithm's too
+    rewards = {f"reward/{entry.name}" for task in TASKS.values() for entry in fields(task.reward)}
+    written = set(read_scalars(run_dir)) | set(METRICS) | rewards  # of the other algorithm and tasks too
     assert {tag for tag, status in documented.items() if status != "dropped"} == written
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,15 +19,39 @@ from omegaconf.errors import OmegaConfBaseException
 
 from unilab.algorithm import AlgoConfig
 from unilab.flash_sac.config import FlashSacConfig
-from unilab.physics.spec import GROUP_COUNTS, PROFILES
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
+from unilab.tasks.go2_joystick_flat_config import Go2JoystickFlatConfig, Go2JoystickFlatRewards
+from unilab.tasks.velocity_task_config import RewardWeights, VelocityTaskConfig
 from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
 from unilab.validation import require
 
+if TYPE_CHECKING:
+    import torch
+
+    from unilab.tasks.velocity_task import VelocityTask
+
+
+class TaskSchema(NamedTuple):
+    """What the configuration knows of a task.
+
+    Attributes:
+        name: `training.task_name`.
+        env: numbers of the task.
+        reward: its reward weights.
+    """
+
+    name: str
+    env: type[VelocityTaskConfig]
+    reward: type[RewardWeights]
+
+
 CONF = Path(__file__).parent / "conf"
 ALGORITHMS: dict[str, type[AlgoConfig]] = {"sac": SacConfig, "flashsac": FlashSacConfig}
-TASKS = ("g1_walk_flat",)
+TASKS = {
+    "g1_walk_flat": TaskSchema("G1WalkFlat", G1WalkFlatConfig, G1WalkFlatRewards),
+    "go2_joystick_flat": TaskSchema("Go2JoystickFlat", Go2JoystickFlatConfig, Go2JoystickFlatRewards),
+}
 BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "none")
 NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
@@ -41,7 +65,7 @@ class TrainingConfig:
     """`training.*`.
 
     Attributes:
-        task_name: folder of the task's runs.
+        task_name: identity of the task and folder of its runs, fixed.
         sim_backend: physics backend.
         smoke: train on the CPU, small and eager, to see that everything works; never a benchmark.
         devices: deprecated choice of logical indices among the visible devices.
@@ -94,40 +118,21 @@ class TrainingConfig:
 
 
 @dataclass
-class EnvConfig(G1WalkFlatConfig):
-    """`env.*`: the task's numbers and how its physics is run.
-
-    Attributes:
-        physics_profile: solver path, `reference`, `exact` or `fast`.
-        physics_groups: groups of environments that take turns on the CPU pool; with 2 the pool steps one group while
-            the other is packed, uploaded, acted on and commanded. What is computed does not depend on it.
-        cpu_ids: CPUs of the physics workers, worker i on the i-th; null takes the allowed ones, less one for the
-            learner where there is more than one.
-    """
-
-    physics_profile: str = "exact"
-    physics_groups: int = 2
-    cpu_ids: list[int] | None = None
-
-    def validate(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ValueError: naming the key, what it must be and what it is.
-        """
-        super().validate()
-        require(self.physics_groups in GROUP_COUNTS, "env.physics_groups", "1 or 2", self.physics_groups)
-        require(self.physics_profile in PROFILES, "env.physics_profile", " or ".join(PROFILES), self.physics_profile)
-
-
-@dataclass
 class RunConfig:
     """Everything that defines a run."""
 
     algo: AlgoConfig = field(default_factory=SacConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
-    reward: G1WalkFlatRewards = field(default_factory=G1WalkFlatRewards)
+    env: VelocityTaskConfig = field(default_factory=G1WalkFlatConfig)
+    reward: RewardWeights = field(default_factory=G1WalkFlatRewards)
+
+    def build_task(self, num_envs: int, device: torch.device) -> VelocityTask:
+        """The task for so many environments, on a device.
+
+        Raises:
+            ValueError: if a number is out of bounds.
+        """
+        return self.env.task_class()(self.env, self.reward, num_envs, device, self.env.physics_profile)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
@@ -151,12 +156,12 @@ def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> Run
     """
     for what, value, known in (
         ("algorithm", algo, tuple(ALGORITHMS)),
-        ("task", task, TASKS),
+        ("task", task, tuple(TASKS)),
         ("backend", sim, BACKENDS),
     ):
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}{_nearest(value, known)}; there is {', '.join(known)}")
-    schema = _schema(algo)
+    schema = _schema(ALGORITHMS[algo], TASKS[task])
     checked = [_checked(text, schema) for text in overrides]
     try:
         with initialize_config_dir(str(CONF / algo), version_base=None):
@@ -168,6 +173,8 @@ def load_config(algo: str, task: str, sim: str, overrides: Sequence[str]) -> Run
     assert isinstance(config, RunConfig)
     for part in (config.algo, config.training, config.env, config.reward):
         part.validate()
+    chosen, name = TASKS[task].name, config.training.task_name
+    require(name == chosen, "training.task_name", f"{chosen} (--task chooses)", name)
     return config
 
 
@@ -178,19 +185,23 @@ def restore_config(values: dict[str, Any]) -> RunConfig:
         ValueError: if it does not fit this version's schema.
     """
     try:
-        merged = OmegaConf.merge(_schema(values["algo"]["algo"]), {k: v for k, v in values.items() if k in GROUPS})
+        (task,) = (task for task in TASKS.values() if task.name == values["training"]["task_name"])
+        algo = ALGORITHMS[values["algo"]["algo"]]
+        merged = OmegaConf.merge(_schema(algo, task), {k: v for k, v in values.items() if k in GROUPS})
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"the saved configuration does not fit this version: {_one_line(error)}") from None
-    except (KeyError, TypeError):
-        raise ValueError("the saved configuration does not fit this version: it names no known algo.algo") from None
+    except (KeyError, TypeError, ValueError):
+        reason = "it names no known algo.algo or training.task_name"
+        raise ValueError(f"the saved configuration does not fit this version: {reason}") from None
     assert isinstance(config, RunConfig)
     return config
 
 
-def _schema(algo: str) -> DictConfig:
-    """The schema of an algorithm's runs."""
-    schema: DictConfig = OmegaConf.structured(RunConfig(algo=ALGORITHMS[algo]()))  # type: ignore[call-arg]
+def _schema(algo: type[AlgoConfig], task: TaskSchema) -> DictConfig:
+    """The schema of an algorithm's runs on a task."""
+    config = RunConfig(algo=algo(), env=task.env(), reward=task.reward())  # type: ignore[call-arg]
+    schema: DictConfig = OmegaConf.structured(config)
     return schema
 
 
@@ -200,7 +211,7 @@ def _checked(text: str, schema: DictConfig) -> str:
     key = override.key_or_group
     known = _keys(schema)
     if key == "task":
-        spelling = f"--task {TASKS[0]} --sim {BACKENDS[0]}"
+        spelling = f"--task {next(iter(TASKS))} --sim {BACKENDS[0]}"
         raise ValueError(f"{text!r} is no setting; the task is chosen as in {spelling}")
     if key not in known:
         raise ValueError(f"unknown key {key!r}{_nearest(key, known)}")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unilab.names import INVALID_ROWS, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
-from unilab.physics.spec import KEEP, RESET
+from unilab.physics.spec import KEEP, RESET, SET_VELOCITY
 from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat
+from unilab.tasks.velocity_task import VelocityTask
 
 EPISODE_WINDOW = 100
 TRACKING_ERRORS = (TRACKING_ERROR_LIN, TRACKING_ERROR_ANG)
@@ -35,12 +35,12 @@ class Environment:
         fields: (N, width) physics rows that the upload fills: the outcome of `actions`.
         actions: (N, A) raw actions of the physics step in flight, kept until `control`.
         previous_actions: (N, A) raw actions of the step before; 0 at an episode's start.
-        obs: (N, 98) policy observation the next action is computed from.
-        critic: (N, 101) critic observation of the same moment.
-        last_obs: (N, 98) what the finished transition's action saw.
-        last_critic: (N, 101) the critic's view of it.
-        next_obs: (N, 98) what it led to; of an episode's last step the terminal observation.
-        next_critic: (N, 101) the critic's view of it.
+        obs: (N, obs_dim) policy observation the next action is computed from.
+        critic: (N, critic_dim) critic observation of the same moment.
+        last_obs: (N, obs_dim) what the finished transition's action saw.
+        last_critic: (N, critic_dim) the critic's view of it.
+        next_obs: (N, obs_dim) what it led to; of an episode's last step the terminal observation.
+        next_critic: (N, critic_dim) the critic's view of it.
         reward: (N,) reward of the transition, times the control step in s.
         terminated: (N,) bool, the robot fell.
         truncated: (N,) bool, the time limit; both may be set.
@@ -49,15 +49,23 @@ class Environment:
         valid: (N,) bool, false where physics warned or a field is not finite. Such a transition is not to be stored.
         finished: (N,) bool, done or not valid: the mask for `restart`.
         command: (N, 3) velocity command.
-        phase: (N, 2) gait phase, rad.
+        phase: (N, phase_dim) gait phase, as the task counts it.
         ctrl: (N, nu) joint targets for the physics.
         codes: (N,) int32 row codes for the physics.
-        reset_rows: (N, reset width) states and model parameters; only rows coded RESET count.
+        reset_rows: (N, reset width) states and model parameters; of rows coded SET_VELOCITY the velocities count, of
+            those coded KEEP nothing.
+        ticks: () int64 control steps since the start, the timer of pushes; only where the task has them.
+        velocities: (N, nv) qvel after the step and a push; as above.
         episodes: returns, lengths and the penalty curriculum.
     """
 
     def __init__(
-        self, task: G1WalkFlat, num_envs: int, device: torch.device, generator: torch.Generator, registry: StateRegistry
+        self,
+        task: VelocityTask,
+        num_envs: int,
+        device: torch.device,
+        generator: torch.Generator,
+        registry: StateRegistry,
     ) -> None:
         assert task.num_envs == num_envs
         assert torch.device(task.device).type == torch.device(device).type
@@ -80,6 +88,10 @@ class Environment:
         self.ctrl = self._buffer("ctrl", spec.nu)
         self.codes = self._buffer("codes", dtype=torch.int32)
         self.reset_rows = self._buffer("reset_rows", spec.reset_width)
+        if task.push_interval is not None:
+            ticks = torch.zeros((), dtype=torch.int64, device=self.device)
+            self.ticks = self._registry.tensor("env/ticks", ticks)
+            self.velocities = self._buffer("velocities", spec.nv)
 
     def _allocate_transition(self) -> None:
         obs, critic = self.task.obs_dim, self.task.critic_dim
@@ -121,10 +133,14 @@ class Environment:
         self.draw()
         self.restart(torch.ones_like(self.finished))
         self.episodes.steps.random_(0, self.task.max_episode_steps, generator=self._generator)
+        if self.task.push_interval is not None:
+            self.ticks.zero_()
 
     def draw(self) -> None:
-        """Draw all random numbers of the tick."""
+        """Begin a tick: draw all its random numbers, advance the timer of pushes."""
         self.uniforms.uniform_(generator=self._generator)
+        if self.task.push_interval is not None:
+            self.ticks.add_(1)
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -134,7 +150,7 @@ class Environment:
         self._judge(self.task.terminated(physics))
         self._pay(physics)
         self._compare(physics)
-        self._observe(physics)
+        self._observe(self._push(physics))
         self.episodes.pay(self.reward)
 
     @torch.no_grad()
@@ -178,10 +194,21 @@ class Environment:
         stacked = torch.stack([errors[tag.rpartition("/")[2]] for tag in TRACKING_ERRORS], 1)
         self.tracking_errors.copy_(torch.where(self.valid.unsqueeze(1), stacked, 0.0))
 
+    def _push(self, physics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The fields, as a push of all robots leaves them where one is due."""
+        if self.task.push_interval is None:
+            return physics
+        due = self.ticks % self.task.push_interval == 0
+        pushed = self.task.push(physics, self.uniforms)
+        physics = physics | {name: torch.where(due, value, physics[name]) for name, value in pushed.items()}
+        self.velocities.copy_(physics["qvel"])
+        return physics
+
     def _observe(self, physics: dict[str, Tensor]) -> None:
-        self.next_critic.copy_(self.task.critic_observation(physics, self.actions, self.command, self.phase))
         noise = self.uniforms[:, self._noise["step_noise"]]
-        self.next_obs.copy_(self.task.policy_observation(self.next_critic, noise))
+        obs, critic = self.task.observe(physics, self.actions, self.command, self.phase, noise)
+        self.next_obs.copy_(obs)
+        self.next_critic.copy_(critic)
 
     @torch.no_grad()
     def restart(self, mask: Tensor) -> None:
@@ -192,15 +219,24 @@ class Environment:
         rows, column = mask.unsqueeze(1), self.uniforms
         self.reset_rows.copy_(self.task.reset_rows(column))
         self.command.copy_(torch.where(rows, self.task.reset_command(column), self.command))
-        self.phase.copy_(torch.where(rows, self.task.reset_phase(column), self.phase))
-        first = self.task.critic_observation(
-            self.task.reset_fields(self.reset_rows), torch.zeros_like(self.actions), self.command, self.phase
-        )
-        noisy = self.task.policy_observation(first, self.uniforms[:, self._noise["reset_noise"]])
-        self.critic.copy_(torch.where(rows, first, self.next_critic))
-        self.obs.copy_(torch.where(rows, noisy, self.next_obs))
+        self.phase.copy_(torch.where(rows, self.task.reset_phase(column, self.phase), self.phase))
+        physics, still = self.task.reset_fields(self.reset_rows), torch.zeros_like(self.actions)
+        noise = column[:, self._noise["reset_noise"]]
+        obs, critic = self.task.observe(physics, still, self.command, self.phase, noise)
+        self.critic.copy_(torch.where(rows, critic, self.next_critic))
+        self.obs.copy_(torch.where(rows, obs, self.next_obs))
         self.codes.copy_(mask.to(torch.int32) * (RESET - KEEP) + KEEP)
+        self._command_push(mask)
         self.episodes.restart(mask)
+
+    def _command_push(self, restarted: Tensor) -> None:
+        """Where a push is due, have the physics take over the velocities of rows that do not restart."""
+        if self.task.push_interval is None:
+            return
+        velocities = self.reset_rows[:, self.task.spec.reset_columns["qvel"]]
+        velocities.copy_(torch.where(restarted.unsqueeze(1), velocities, self.velocities))
+        pushed = (self.ticks % self.task.push_interval == 0) & ~restarted
+        self.codes.copy_(torch.where(pushed, SET_VELOCITY, self.codes))
 
     @torch.no_grad()
     def control(self, action: Tensor) -> None:
@@ -242,7 +278,7 @@ class Episodes:
         penalty_scale: () common factor of the negative reward weights.
     """
 
-    def __init__(self, task: G1WalkFlat, num_envs: int, device: torch.device, registry: StateRegistry) -> None:
+    def __init__(self, task: VelocityTask, num_envs: int, device: torch.device, registry: StateRegistry) -> None:
         def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return registry.tensor(f"env/{name}", torch.zeros(shape, dtype=dtype, device=device))
 

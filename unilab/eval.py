@@ -73,7 +73,6 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
 
     from unilab.actor_semantics import describe_actor, verify_actor
     from unilab.config import load_config, restore_config
-    from unilab.tasks.g1_walk_flat import G1WalkFlat
 
     wanted = load_config(algo, task, sim, [])
     path = directory / CONFIG_FILE
@@ -93,7 +92,8 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from None
     newest = max(checkpoints, key=lambda file: checkpoints[file]["iteration"])
-    expected = describe_actor(config.algo, G1WalkFlat.obs_dim, G1WalkFlat.action_dim)
+    trained = config.env.task_class()
+    expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoints[newest], expected, newest)
     return config, checkpoints[newest]
 
@@ -111,11 +111,10 @@ def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Ev
     from unilab.environment import Environment
     from unilab.physics.mujoco_pool import MujocoPool
     from unilab.state import StateRegistry
-    from unilab.tasks.g1_walk_flat import G1WalkFlat
 
     env = replace(config.env, observation_noise=dict.fromkeys(config.env.observation_noise, 0.0))
     device = torch.device("cpu")
-    task = G1WalkFlat(env, config.reward, episodes, device, env.physics_profile)
+    task = replace(config, env=env).build_task(episodes, device)
     generator = torch.Generator().manual_seed(config.algo.seed)
     environment = Environment(task, episodes, device, generator, StateRegistry())
     environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from unilab.runner import Runner
-    from unilab.tasks.g1_walk_flat import G1WalkFlat
+    from unilab.tasks.velocity_task import VelocityTask
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Place:
     ranks: Ranks
     device: torch.device
     cpu_ids: list[int] | None
-    task: G1WalkFlat
+    task: VelocityTask
 
     @classmethod
     def prepare(cls, config: RunConfig, ranks: Ranks) -> Place:

@@ -53,7 +53,7 @@ from unilab.rank_statistics import HOST_MEASURES, RankStatistics
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
 from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat
+from unilab.tasks.velocity_task import VelocityTask
 from unilab.terminal import TerminalView
 from unilab.trace import Clock, DeviceClock, HostClock, StageTimer, Trace, device_times
 
@@ -107,7 +107,7 @@ class Runner:
     def __init__(
         self,
         config: RunConfig,
-        task: G1WalkFlat,
+        task: VelocityTask,
         device: torch.device,
         cpu_ids: list[int] | None,
         ranks: DataParallel | None = None,
@@ -422,14 +422,14 @@ class Runner:
         }
 
 
-def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> G1WalkFlat:
+def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> VelocityTask:
     """The task of a run, after checking that slots and rings of this host's `ranks` fit.
 
     Raises:
         ValueError: if a number of the task is out of bounds.
         HostUnfit: if memory is short.
     """
-    task = G1WalkFlat(config.env, config.reward, config.algo.num_envs, device, config.env.physics_profile)
+    task = config.build_task(config.algo.num_envs, device)
     widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
     check_memory(config, task.spec, row_width(widths), device, ranks)
     return task

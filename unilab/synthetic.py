@@ -15,7 +15,6 @@ from unilab.environment import Environment
 from unilab.phases import UpdatePhase, transition_widths
 from unilab.replay import ReplayRing
 from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat
 
 SETTLING_CYCLES = 10  # AdamW's first steps are signs of gradients, and those of rounding too
 DONE_SHARE = 0.02
@@ -44,7 +43,7 @@ class SyntheticRank:
         self._seed, self._device, self.registry = config.algo.seed, device, StateRegistry()
         algo = deepcopy(config.algo)
         algo.algo_params.use_compile = compiled
-        task = G1WalkFlat(config.env, config.reward, algo.num_envs, device, config.env.physics_profile)
+        task = config.build_task(algo.num_envs, device)
         torch.manual_seed(algo.seed)
         environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from unilab.config import CONF, EnvConfig, RunConfig, TrainingConfig, load_config
+from unilab.config import CONF, RunConfig, TrainingConfig, load_config, restore_config
 from unilab.sac.config import SacConfig
-from unilab.tasks.g1_walk_flat_config import G1WalkFlatRewards
+from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
+from unilab.tasks.go2_joystick_flat_config import Go2JoystickFlatConfig, Go2JoystickFlatRewards
 
+KNOWN_TASKS = "g1_walk_flat, go2_joystick_flat"
 POOLS = "training.dp_collector_cpu_ids"
 TWO_RANKS = f"for two ranks type {POOLS}=[[2,3],[4,5]]"
 
@@ -46,8 +48,8 @@ def numbers(value: Any) -> Iterator[float]:
         ({"algo": "sacc"}, "unknown algorithm 'sacc', did you mean 'sac'?; there is sac, flashsac"),
         ({"algo": "ppo"}, "unknown algorithm 'ppo'; there is sac, flashsac"),
         ({"algo": ""}, "unknown algorithm ''; there is sac, flashsac"),
-        ({"task": "g1_walk_flt"}, "unknown task 'g1_walk_flt', did you mean 'g1_walk_flat'?; there is g1_walk_flat"),
-        ({"task": "../sac"}, "unknown task '../sac'; there is g1_walk_flat"),
+        ({"task": "g1_walk_flt"}, f"unknown task 'g1_walk_flt', did you mean 'g1_walk_flat'?; there is {KNOWN_TASKS}"),
+        ({"task": "../sac"}, f"unknown task '../sac'; there is {KNOWN_TASKS}"),
         ({"sim": "mujco"}, "unknown backend 'mujco', did you mean 'mujoco'?; there is mujoco"),
         ({"sim": "isaacgym"}, "unknown backend 'isaacgym'; there is mujoco"),
     ],
@@ -143,6 +145,7 @@ def test_unknown_names(names: dict[str, str], message: str) -> None:
         ("algo.algo_params.amp_dtype=fp16", "algo.algo_params.amp_dtype must be auto or bf16, got 'fp16'"),
         ("algo.algo=flashsac", "algo.algo must be sac (the --algo option chooses), got 'flashsac'"),
         ("training.sim_backend=mjwarp", "training.sim_backend must be mujoco (--sim chooses), got 'mjwarp'"),
+        ("training.task_name=Mine", "training.task_name must be G1WalkFlat (--task chooses), got 'Mine'"),
         ("training.logger=wandb", "training.logger must be tensorboard or none, got 'wandb'"),
         ("training.nccl_transport=nvlink", "training.nccl_transport must be auto or p2p or shm or tcp, got 'nvlink'"),
         ("training.log_interval=0", "training.log_interval must be at least 1, got 0"),
@@ -207,7 +210,7 @@ def test_the_file_and_the_schema_hold_the_same_defaults() -> None:
 
 def test_what_no_file_mentions_is_the_schemas_default() -> None:
     config = load()
-    assert config.env == EnvConfig()
+    assert config.env == G1WalkFlatConfig()
     assert config.reward == G1WalkFlatRewards()
 
 
@@ -278,6 +281,45 @@ def test_the_resolved_configuration_is_plain_json() -> None:
     assert all(map(math.isfinite, numbers(values)))
     assert values["env"]["cpu_ids"] == [1]
     assert (values["env"]["sim_dt"], values["env"]["ctrl_dt"]) == (0.006666666666666667, 0.02)
+
+
+def test_every_task_has_its_own_keys() -> None:
+    config = load_config("sac", "go2_joystick_flat", "mujoco", ["env.kp=[30,40]", "reward.contact=2", "algo.seed=3"])
+    assert config.env == Go2JoystickFlatConfig(kp=[30.0, 40.0])
+    assert config.reward == Go2JoystickFlatRewards(contact=2.0)
+    assert (config.training.task_name, config.algo.num_envs, config.algo.max_iterations) == (
+        "Go2JoystickFlat",
+        1024,
+        4000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("env.gain_scale=[1,1]", "unknown key 'env.gain_scale', did you mean 'env.action_scale'?"),
+        ("reward.alive=1", "unknown key 'reward.alive'"),
+        ("reward.action_rat=1", "unknown key 'reward.action_rat', did you mean 'reward.action_rate'?"),
+        ("env.kp=[0,1]", "env.kp must be positive, got [0.0, 1.0]"),
+        ("training.task_name=G1WalkFlat", "training.task_name must be Go2JoystickFlat (--task chooses), got"),
+    ],
+)
+def test_keys_of_another_task_are_refused(override: str, message: str) -> None:
+    assert refusal(override, task="go2_joystick_flat").startswith(message)
+
+
+@pytest.mark.parametrize("task", ["g1_walk_flat", "go2_joystick_flat"])
+@pytest.mark.parametrize("algo", ["sac", "flashsac"])
+def test_a_saved_configuration_is_restored_with_the_types_of_its_task(algo: str, task: str) -> None:
+    config = load_config(algo, task, "mujoco", ["env.physics_groups=1", "reward.tracking_lin_vel=3"])
+    assert restore_config(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_a_saved_configuration_of_an_unknown_task_is_refused() -> None:
+    values = load().to_json()
+    values["training"]["task_name"] = "Other"
+    with pytest.raises(ValueError, match=r"does not fit this version: it names no known .* or training.task_name"):
+        restore_config(values)
 
 
 def test_loading_leaves_no_state_behind() -> None:

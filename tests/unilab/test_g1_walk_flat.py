@@ -6,7 +6,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from reset_draws import assert_uniform, world_spin, yaw_of
 from torch import Tensor
 
 from unilab.physics.spec import ROBOTS
@@ -227,7 +227,7 @@ def test_phase_advances_and_wraps(task: G1WalkFlat) -> None:
 
 
 def test_phase_stays_in_bounds_over_an_episode(task: G1WalkFlat, uniforms: Tensor) -> None:
-    phase = task.reset_phase(uniforms)
+    phase = task.reset_phase(uniforms, torch.zeros(N, 2))
     for _ in range(200):
         phase = task.advance_phase(phase)
         assert float(phase.min()) >= 0
@@ -274,27 +274,6 @@ def test_each_noise_draw_moves_its_own_column(task: G1WalkFlat) -> None:
 # --- resets ----------------------------------------------------------------------------------------------------------
 
 
-def assert_uniform(values: Tensor, low: float, high: float) -> None:
-    """Range, mean and variance of U(low, high) within 5 standard errors, and a Kolmogorov-Smirnov test."""
-    unit = (values.double().numpy() - low) / (high - low)
-    assert unit.min() >= -1e-6
-    assert unit.max() <= 1 + 1e-6
-    assert abs(unit.mean() - 0.5) < 5 * math.sqrt(1 / 12 / len(unit))
-    assert abs(unit.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / len(unit))
-    assert stats.kstest(unit, "uniform").pvalue > 1e-5
-
-
-def yaw_of(quaternion: Tensor) -> Tensor:
-    return 2 * torch.atan2(quaternion[:, 3], quaternion[:, 0])
-
-
-def world_spin(resets: dict[str, Tensor]) -> Tensor:
-    yaw, spin = yaw_of(resets["qpos"][:, 3:7]), resets["qvel"][:, 3:6]
-    x = torch.cos(yaw) * spin[:, 0] - torch.sin(yaw) * spin[:, 1]
-    y = torch.sin(yaw) * spin[:, 0] + torch.cos(yaw) * spin[:, 1]
-    return torch.stack((x, y, spin[:, 2]), dim=1)
-
-
 def test_reset_root_distribution(resets: dict[str, Tensor]) -> None:
     assert_uniform(resets["qpos"][:, 0], -0.5, 0.5)
     assert_uniform(resets["qpos"][:, 1], -0.5, 0.5)
@@ -330,7 +309,7 @@ def test_reset_columns_are_independent(task: G1WalkFlat, uniforms: Tensor, reset
             resets["kp"],
             resets["kd"],
             task.reset_command(uniforms)[:, 2:],
-            task.reset_phase(uniforms)[:, :1],
+            task.reset_phase(uniforms, torch.zeros(N, 2))[:, :1],
             task.policy_observation(torch.zeros(N, 101), uniforms[:, task.uniform_columns["step_noise"]])[:, 6:64],
             task.policy_observation(torch.zeros(N, 101), uniforms[:, task.uniform_columns["reset_noise"]])[:, 6:64],
         ),
@@ -372,7 +351,7 @@ def test_command_on_the_dead_zone_bound_is_zero() -> None:
 
 
 def test_reset_phase_is_half_a_cycle_apart_and_not_wrapped(task: G1WalkFlat, uniforms: Tensor) -> None:
-    left, right = task.reset_phase(uniforms).unbind(1)
+    left, right = task.reset_phase(uniforms, torch.zeros(N, 2)).unbind(1)
     assert_uniform(left, 0, 2 * math.pi)
     assert (right - left).sub(math.pi).abs().max() < 1e-6
     assert right.max() > 2.9 * math.pi

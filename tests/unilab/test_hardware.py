@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from unilab import hardware
-from unilab.config import EnvConfig, RunConfig, TrainingConfig
+from unilab.config import RunConfig, TrainingConfig
 from unilab.gpus import Gpu
 from unilab.hardware import (
     HostUnfit,
@@ -28,6 +28,7 @@ from unilab.physics import pinning
 from unilab.physics.pools import Cpu, Topology
 from unilab.physics.spec import PhysicsSpec
 from unilab.sac.config import SacConfig
+from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig
 
 SPEC = PhysicsSpec("none.xml", 0.01, 2, "exact", 2, 1, 2, (("gyro", 3),), (("kp", 2),))
 GIB = 2**30
@@ -106,7 +107,7 @@ def test_learner_threads(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: in
 
 
 def cpu_config(cpu_ids: list[int] | None = None, pools: list[list[int]] | None = None) -> RunConfig:
-    return RunConfig(training=TrainingConfig(dp_collector_cpu_ids=pools), env=EnvConfig(cpu_ids=cpu_ids))
+    return RunConfig(training=TrainingConfig(dp_collector_cpu_ids=pools), env=G1WalkFlatConfig(cpu_ids=cpu_ids))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from unilab.physics.pinning import LINUX
 from unilab.physics.states import States
 
 SOURCE = Path(__file__).with_name("mj_step_loop.c")
+GAINS = ("kp", "kd")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-pthread", "-shared", "-fPIC")
 
@@ -41,6 +42,9 @@ class CLoop:
     """
 
     def __init__(self, states: States, cpu_ids: Sequence[int | None]) -> None:
+        others = [name for name, _ in states.spec.model_fields if name not in GAINS]
+        if others:
+            raise NoCLoop(f"the C loop sets gains alone, not {', '.join(others)}")
         self._states, self.after = states, np.zeros_like(states.arrays["state"])
         workers = min(len(cpu_ids), states.num_envs)
         cpus = (ctypes.c_int * workers)(*(-1 if cpu is None else cpu for cpu in cpu_ids[:workers]))
@@ -66,7 +70,7 @@ class CLoop:
         """Step every snapshot once; returns the seconds of each whole batch, (K,)."""
         arrays, spec = self._states.arrays, self._states.spec
         seconds = np.zeros(len(self._states.iterations))
-        gains = [_pointer(arrays[name]) if name in arrays else None for name in ("kp", "kd")]
+        gains = [_pointer(arrays[name]) if name in arrays else None for name in GAINS]
         sizes = len(seconds), self._states.num_envs, spec.decimation
         self._library.loop_round(
             self._loop, *sizes, _pointer(arrays["state"]), *gains, _pointer(self.after), _pointer(seconds)

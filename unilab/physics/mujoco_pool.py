@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,9 @@ _FAST_FLAGS = _EXACT_FLAGS | int(mujoco.mjtDisableBit.mjDSBL_WARMSTART)
 _DISABLED = {"reference": 0, "exact": _EXACT_FLAGS, "fast": _FAST_FLAGS}
 
 
+ROOT = 1  # the body that everything hangs on; 0 is the world
+
+
 def _write_kp(batch: mujoco_batch.Batch, ids: Ids, kp: Floats | Values) -> None:
     batch.expand("actuator_gainprm")[ids, :, 0] = kp
     batch.expand("actuator_biasprm")[ids, :, 1] = -kp
@@ -54,17 +57,46 @@ def _write_kd(batch: mujoco_batch.Batch, ids: Ids, kd: Floats | Values) -> None:
     batch.expand("actuator_biasprm")[ids, :, 2] = -kd
 
 
-# What the writers wrote into some simulations.
-_READERS: dict[str, Callable[[mujoco_batch.Batch, slice], Values]] = {
-    "kp": lambda batch, rows: batch.expand("actuator_gainprm")[rows, :, 0],
-    "kd": lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2],
-}
+def _write_root_mass(batch: mujoco_batch.Batch, ids: Ids, mass: Floats | Values) -> None:
+    batch.expand("body_mass")[ids, ROOT] = mass[:, 0]
 
-# Per-simulation model parameters: the model's size that gives their width, and how rows of them are written. Servo
-# gains need no mj_setConst: no constant derives from them (they are not among MjModel._setconst_inputs).
-MODEL_FIELDS: dict[str, tuple[str, Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]]] = {
-    "kp": ("nu", _write_kp),
-    "kd": ("nu", _write_kd),
+
+def _write_root_com(batch: mujoco_batch.Batch, ids: Ids, com: Floats | Values) -> None:
+    batch.expand("body_ipos")[ids, ROOT] = com
+
+
+class ModelField(NamedTuple):
+    """A per-simulation model parameter.
+
+    Attributes:
+        width: its numbers in a model.
+        write: writes rows of it.
+        read: what was written, of some simulations.
+        derives: whether mj_setConst derives other parameters from it, as MjModel._setconst_inputs says.
+    """
+
+    width: Callable[[mujoco.MjModel], int]
+    write: Callable[[mujoco_batch.Batch, Ids, Floats | Values], None]
+    read: Callable[[mujoco_batch.Batch, slice], Values]
+    derives: bool = False
+
+
+MODEL_FIELDS = {
+    "kp": ModelField(
+        lambda model: int(model.nu), _write_kp, lambda batch, rows: batch.expand("actuator_gainprm")[rows, :, 0]
+    ),
+    "kd": ModelField(
+        lambda model: int(model.nu), _write_kd, lambda batch, rows: -batch.expand("actuator_biasprm")[rows, :, 2]
+    ),
+    "root_mass": ModelField(
+        lambda _: 1,
+        _write_root_mass,
+        lambda batch, rows: batch.expand("body_mass")[rows, ROOT : ROOT + 1],
+        derives=True,
+    ),
+    "root_com": ModelField(
+        lambda _: 3, _write_root_com, lambda batch, rows: batch.expand("body_ipos")[rows, ROOT], derives=True
+    ),
 }
 
 
@@ -110,6 +142,8 @@ class MujocoPool:
         self._columns, self._reset_columns = spec.columns, spec.reset_columns
         self._sensor_columns = slice(spec.nq + spec.nv, spec.width - 1)
         self._ids = np.arange(num_envs)
+        self._derives = any(MODEL_FIELDS[name].derives for name, _ in spec.model_fields)
+        self._stale = np.zeros(num_envs, bool)  # constants of the model are to be derived again
         self.inputs()  # makes the model fields per simulation now: later that would wait for a step in flight
 
     def apply(self, ctrl: Floats, codes: npt.NDArray[np.int32], reset_rows: Floats, rows: slice = slice(None)) -> None:
@@ -143,10 +177,16 @@ class MujocoPool:
         """Run one control step of `rows`: `spec.decimation` physics steps with the controls held.
 
         While it runs, another thread may `apply` and `pack` other rows, and nothing else. A simulation in which the
-        engine raises keeps its state; its row says so in `warnings`.
+        engine raises keeps its state; its row says so in `warnings`. Where a reset changed masses, the constants that
+        follow are derived first: in `apply` they would wait for a step in flight.
         """
+        ids = self._ids[rows]
+        stale = ids[self._stale[rows]]
         try:
-            self._batch.step(self._ids[rows], nstep=self._spec.decimation)
+            if stale.size:
+                self._stale[rows] = False
+                self._batch.set_const(stale)
+            self._batch.step(ids, nstep=self._spec.decimation)
         except mujoco_batch.SimulationError as error:
             self._failed[error.ids] = True
             self.failure = str(error)
@@ -183,7 +223,8 @@ class MujocoPool:
         self._qpos[ids] = rows[:, columns["qpos"]]
         self._qvel[ids] = rows[:, columns["qvel"]]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][1](self._batch, ids, rows[:, columns[name]])
+            MODEL_FIELDS[name].write(self._batch, ids, rows[:, columns[name]])
+        self._stale[ids] = self._derives
 
     @property
     def spec(self) -> PhysicsSpec:
@@ -205,7 +246,7 @@ class MujocoPool:
             `state`: time, qpos, qvel, warm start, controls and applied forces as MuJoCo's integration state (n, S);
             and every declared model field by name (n, width).
         """
-        fields = {name: _READERS[name](self._batch, rows) for name, _ in self._spec.model_fields}
+        fields = {name: MODEL_FIELDS[name].read(self._batch, rows) for name, _ in self._spec.model_fields}
         return {"state": self._batch.state[rows], **fields}
 
     def snapshot(self, rows: slice = slice(None)) -> dict[str, Values]:
@@ -221,7 +262,10 @@ class MujocoPool:
         """
         self._batch.state[rows] = snapshot["state"][rows]
         for name, _ in self._spec.model_fields:
-            MODEL_FIELDS[name][1](self._batch, self._ids[rows], snapshot[name][rows])
+            MODEL_FIELDS[name].write(self._batch, self._ids[rows], snapshot[name][rows])
+        if self._derives:  # here, where nobody measures the step
+            self._batch.set_const(self._ids[rows])
+            self._stale[rows] = False
 
 
 def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
@@ -260,7 +304,7 @@ def _check_layout(spec: PhysicsSpec, model: mujoco.MjModel) -> None:
         if getattr(spec, size) != getattr(model, size):
             raise ValueError(f"{size}={getattr(spec, size)}, but {spec.scene} has {getattr(model, size)}")
     sensors = {model.sensor(i).name: int(model.sensor_dim[i]) for i in range(model.nsensor)}
-    fields = {name: int(getattr(model, size)) for name, (size, _) in MODEL_FIELDS.items()}
+    fields = {name: field.width(model) for name, field in MODEL_FIELDS.items()}
     for kind, asked, known in (("sensor", spec.sensors, sensors), ("model field", spec.model_fields, fields)):
         for name, width in asked:
             if name not in known:

@@ -16,7 +16,6 @@ from unilab.probes.rank import ERROR, find_raised
 from unilab.probes.setting import Run, Setting
 from unilab.rank_statistics import HOST_MEASURES
 from unilab.state import StateRegistry
-from unilab.tasks.g1_walk_flat import G1WalkFlat
 from unilab.transport import FORMS, WORDS, logging_environment, other_transport
 
 PROGRAM = "unilab.probes.communication_rank"
@@ -68,7 +67,7 @@ def payload_elements(world_size: int) -> dict[str, int]:
     """
     config = load_config("sac", "g1_walk_flat", "mujoco", [])
     cpu, registry = torch.device("cpu"), StateRegistry()
-    task = G1WalkFlat(config.env, config.reward, 1, cpu, config.env.physics_profile)
+    task = config.build_task(1, cpu)
     environment = Environment(task, 1, cpu, torch.Generator(), registry)
     learner = config.algo.build_learner((task.obs_dim, task.critic_dim, task.action_dim), cpu, False, registry)
     row = len(learner.metrics) + len(environment.metrics()) + len(HOST_MEASURES)

@@ -58,6 +58,14 @@ def test_the_task_sets_its_own_sizes_and_rewards() -> None:
     assert apart == {"penalty_action_rate": -5.0, "penalty_feet_ori": -25.0}
 
 
+def test_the_go2_has_its_own_sizes_and_the_environment_of_its_schema() -> None:
+    config, sac = (load_config(algo, "go2_joystick_flat", "mujoco", []) for algo in ("flashsac", "sac"))
+    algo = config.algo
+    assert (algo.num_envs, algo.batch_size, algo.updates_per_step, algo.policy_frequency) == (1024, 2048, 2, 2)
+    assert (algo.replay_buffer_n, algo.learning_starts, algo.tau, algo.max_iterations) == (4096, 50, 0.05, 4000)
+    assert (config.env, config.reward) == (sac.env, sac.reward)
+
+
 def test_a_saved_configuration_comes_back_with_its_own_schema() -> None:
     config = load("algo.algo_params.temp_target_sigma=0.2")
     assert restore_config(json.loads(json.dumps(config.to_json()))) == config
