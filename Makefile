@@ -19,7 +19,7 @@ repro: setup                 ## run the widest matrix this host can hold and pri
 	$(BIN)/repro run --matrix auto
 
 test: setup                  ## the test suite, less what needs a container engine
-	$(BIN)/python -m pytest -m 'not docker'
+	$(BIN)/python -m pytest -m 'not docker' -n 2 --dist loadfile
 
 test-docker: setup           ## images and services, for real; skipped where no engine answers
 	$(BIN)/python -m pytest -m docker tests/docker

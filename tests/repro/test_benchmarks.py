@@ -44,7 +44,8 @@ def checkout(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    return trainer_environment(os.environ)
+    """Without what says that pytest runs its tests in several processes, where there are no benchmarks."""
+    return {name: value for name, value in trainer_environment(os.environ).items() if "XDIST" not in name}
 
 
 def written(folder: Path) -> Benchmarks:
