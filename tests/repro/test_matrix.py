@@ -10,7 +10,8 @@ from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, pa
 
 
 def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
-    assert builtin_names() == ["ablation", "documents", "dual", "learning", "pools", "single", "smoke", "strong"]
+    learning = ["learning", "learning_flashsac", "learning_go2"]
+    assert builtin_names() == ["ablation", "documents", "dual", *learning, "pools", "single", "smoke", "strong"]
     smoke, single = load_matrix("smoke"), load_matrix("single")
     assert smoke.smoke and not single.smoke
     assert [case.workers for case in smoke.cases] == [1, 2]
