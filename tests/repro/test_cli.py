@@ -101,7 +101,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
         (
             ["run"],
             2,
-            "name cases or a matrix: --matrix ablation, documents, dual, learning, pools, single, smoke, strong, auto",
+            "name cases or a matrix: --matrix ablation, documents, dual, learning, learning_flashsac, ",
         ),
         (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),

@@ -69,7 +69,7 @@ def test_samples_hold_gpu_and_cpus(tmp_path: Path) -> None:
     assert all(one.seconds < other.seconds for one, other in zip([first, *others], others, strict=False))
     assert first.load_average is not None and gpus.closed
     if sys.platform == "linux":
-        assert any(0 <= (sample.own_cpus_busy or -1.0) <= 1 for sample in others)
+        assert any(sample.own_cpus_busy is not None and 0 <= sample.own_cpus_busy <= 1 for sample in others)
 
 
 def test_a_cell_shorter_than_the_interval_has_one_sample(tmp_path: Path) -> None:
