@@ -10,12 +10,26 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from unilab.data_parallel import DataParallel
 from unilab.environment import alias
-from unilab.optim import ParameterGroup
+from unilab.optim import ParameterGroup, bind
 from unilab.state import StateRegistry
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+METRICS = (
+    "Loss/critic",
+    "Loss/temperature",
+    "Loss/actor",
+    "Loss/entropy",
+    "Policy/temperature",
+    "Train/critic_gradient_norm",
+    "Train/actor_gradient_norm",
+    "Train/target_q_max",
+    "Train/target_q_min",
+    "Train/skipped_updates",
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,96 @@ class NormalNoise:
     def noise(self, finished: Tensor) -> Tensor:
         """The tick's noise, `(N, A)`."""
         return self._noise
+
+
+class ActorCritic:
+    """What learners with an actor, critics, their targets and a temperature have in common.
+
+    A learner builds `actor`, `critic`, `target`, `log_alpha` and the groups, then calls `_tie_copies` and `_prepare`.
+    """
+
+    metrics: tuple[str, ...] = METRICS
+    groups: dict[str, ParameterGroup]
+    actor: nn.Module
+    critic: nn.Module
+    target: nn.Module
+    log_alpha: nn.Parameter
+    _frozen_critic: nn.Module
+    _device: torch.device
+    _amp: bool
+    _ranks: DataParallel
+    _next_action: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Actions `(N, A)` of observations `(N, O)`."""
+        action, _ = self._sample(obs, noise)
+        return action
+
+    @torch.no_grad()
+    def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions of the actor as it is now in the next states, for the critic's target.
+
+        Args:
+            next_obs: `(M, O)`; rows of all updates up to the actor's next change may come at once.
+            noise: standard normal, `(M, A)`.
+
+        Returns:
+            Actions `(M, A)` and their log-densities `(M,)`.
+        """
+        with self._autocast():
+            return self._next_action(next_obs, noise)
+
+    @torch.no_grad()
+    def report(self) -> dict[str, Tensor]:
+        """0-d tensors of the last update, by tag, at fixed addresses; written now."""
+        critic, temperature, actor = (self.groups[name] for name in ("critic", "temperature", "actor"))
+        values = {
+            "Loss/critic": critic.loss,
+            "Loss/temperature": temperature.loss,
+            "Loss/actor": actor.loss,
+            "Policy/temperature": self.log_alpha.exp().squeeze(0),
+            "Train/critic_gradient_norm": critic.norm,
+            "Train/actor_gradient_norm": actor.norm,
+            **self._own_metrics(),
+        }
+        if self._expected is not None:
+            smallest, largest = torch.aminmax(self._expected)
+            values |= {"Train/target_q_max": largest, "Train/target_q_min": smallest}
+            for name, value in values.items():
+                self._reported[name].copy_(value)
+        return self._reported
+
+    def synchronize(self) -> None:
+        """Give every rank rank 0's actor, critics, targets and temperature."""
+        self._ranks.broadcast([*(group.flat.data for group in self.groups.values()), self._target_flat])
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Networks of a checkpoint, by name."""
+        return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
+
+    def _sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _own_metrics(self) -> dict[str, Tensor]:
+        """What this learner reports beside `METRICS`."""
+        return {}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp)
+
+    def _tie_copies(self, registry: StateRegistry) -> None:
+        """Let the frozen critics see the critics' weights, and the targets weights of their own that start equal."""
+        weights = self.groups["critic"].flat.data
+        bind(self._frozen_critic.parameters(), weights)
+        self._target_flat = registry.tensor("critic_target/parameters", weights.clone())
+        bind(self.target.parameters(), self._target_flat)
+
+    def _prepare(self, registry: StateRegistry) -> None:
+        """Register what `report` writes."""
+        self._expected: Tensor | None = None
+        self._reported = {
+            name: registry.tensor(f"learner/{name}", torch.zeros((), device=self._device)) for name in self.metrics
+        }
 
 
 def compiled(function: Callable[_P, _R], enabled: bool, dynamic: bool = False) -> Callable[_P, _R]:

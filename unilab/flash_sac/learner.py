@@ -23,28 +23,17 @@ from unilab.flash_sac.objectives import (
     target_entropy,
 )
 from unilab.flash_sac.reward_scale import RewardScale
-from unilab.learner import Batch, compiled
-from unilab.optim import ParameterGroup, WarmupCosine, bind, share_wire
+from unilab.learner import METRICS as COMMON_METRICS
+from unilab.learner import ActorCritic, Batch, compiled
+from unilab.optim import ParameterGroup, WarmupCosine, share_wire
 from unilab.sac.objectives import support
 from unilab.state import StateRegistry
 
 BETAS = (0.9, 0.999)
-METRICS = (
-    "Loss/critic",
-    "Loss/temperature",
-    "Loss/actor",
-    "Loss/entropy",
-    "Policy/temperature",
-    "Train/critic_gradient_norm",
-    "Train/actor_gradient_norm",
-    "Train/target_q_max",
-    "Train/target_q_min",
-    "Train/reward_scale_std",
-    "Train/skipped_updates",
-)
+METRICS = (*COMMON_METRICS, "Train/reward_scale_std")
 
 
-class FlashSacLearner:
+class FlashSacLearner(ActorCritic):
     """Actor, critic pair, target pair, temperature and reward scale, and one update of all of them.
 
     Args:
@@ -59,6 +48,10 @@ class FlashSacLearner:
     """
 
     metrics: tuple[str, ...] = METRICS
+    actor: Actor
+    critic: CriticPair
+    target: CriticPair
+    _frozen_critic: CriticPair
 
     def __init__(
         self,
@@ -85,8 +78,7 @@ class FlashSacLearner:
         if params.normalize_reward:
             self._scale = RewardScale(config.num_envs, config.gamma, params.normalized_g_max, registry, device)
         self._compile()
-        self._expected: Tensor | None = None
-        self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
+        self._prepare(registry)
 
     def _build_networks(self, obs_dim: int, critic_dim: int, registry: StateRegistry) -> None:
         config, params, action_dim = self._config, self._config.algo_params, self._action_dim
@@ -117,9 +109,7 @@ class FlashSacLearner:
         self.alpha_group = group("temperature", [self.log_alpha])
         self.groups = {"critic": self.critic_group, "temperature": self.alpha_group, "actor": self.actor_group}
         self._actor_wire = share_wire((self.actor_group, self.alpha_group))
-        bind(self._frozen_critic.parameters(), self.critic_group.flat.data)
-        self._target_flat = registry.tensor("critic_target/parameters", self.critic_group.flat.data.clone())
-        bind(self.target.parameters(), self._target_flat)
+        self._tie_copies(registry)
 
     def _compile(self) -> None:
         """Whole objectives, or their losses alone; the steps and the policy in either case."""
@@ -142,29 +132,10 @@ class FlashSacLearner:
         mu, longest = params.actor_noise_zeta_mu, params.actor_noise_zeta_max
         return HeldNoise(num_envs, self._action_dim, mu, longest, generator, registry, device)
 
-    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions `(N, A)` of observations `(N, O)`."""
-        action, _ = self.actor.sample(obs, noise)
-        return action
-
     def observe(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
         """Follow the returns that scale rewards."""
         if self._scale is not None:
             self._scale.observe(reward, done, valid)
-
-    @torch.no_grad()
-    def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions of the actor as it is now in the next states, by its running statistics, for the critic's target.
-
-        Args:
-            next_obs: `(M, O)`; rows of all updates up to the actor's next change may come at once.
-            noise: standard normal, `(M, A)`.
-
-        Returns:
-            Actions `(M, A)` and their log-densities `(M,)`.
-        """
-        with self._autocast():
-            return self._next_action(next_obs, noise)
 
     def update(self, batch: Batch, next_action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
         """One critic and target update, and one of actor and temperature where `actor_noise` is given.
@@ -182,40 +153,12 @@ class FlashSacLearner:
         if actor_noise is not None:
             self._update_actor(batch, actor_noise)
 
-    @torch.no_grad()
-    def report(self) -> dict[str, Tensor]:
-        """0-d tensors of the last update, by tag, at fixed addresses; written now."""
-        values = {
-            "Loss/critic": self.critic_group.loss,
-            "Loss/temperature": self.alpha_group.loss,
-            "Loss/actor": self.actor_group.loss,
-            "Policy/temperature": self.log_alpha.exp().squeeze(0),
-            "Train/critic_gradient_norm": self.critic_group.norm,
-            "Train/actor_gradient_norm": self.actor_group.norm,
-        }
-        if self._scale is not None:
-            values["Train/reward_scale_std"] = self._scale.deviation()
-        if self._expected is not None:
-            smallest, largest = torch.aminmax(self._expected)
-            values |= {"Train/target_q_max": largest, "Train/target_q_min": smallest}
-            for name, value in values.items():
-                self._reported[name].copy_(value)
-        return self._reported
-
-    def synchronize(self) -> None:
-        """Give every rank rank 0's actor, critics, targets and temperature."""
-        self._ranks.broadcast([*(group.flat.data for group in self.groups.values()), self._target_flat])
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Networks of a checkpoint, by name."""
-        return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
-
     def steps(self, updates: int, actor_updates: int) -> dict[str, int]:
         """Optimizer steps by group; the temperature's go with the actor's, so do its gradients."""
         return {"critic": updates, "temperature": actor_updates, "actor": actor_updates}
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp)
+    def _own_metrics(self) -> dict[str, Tensor]:
+        return {} if self._scale is None else {"Train/reward_scale_std": self._scale.deviation()}
 
     def _sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self.actor.sample(obs, noise)

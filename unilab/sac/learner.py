@@ -9,30 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from unilab.data_parallel import DataParallel
-from unilab.learner import Batch, NormalNoise
+from unilab.learner import ActorCritic, Batch, NormalNoise
 from unilab.learner import compiled as _compiled
-from unilab.optim import ParameterGroup, bind, share_wire
+from unilab.optim import ParameterGroup, share_wire
 from unilab.sac.config import SacConfig
 from unilab.sac.networks import Actor, CriticPair
 from unilab.sac.objectives import actor_objective, critic_objective, support, temperature_objective
 from unilab.state import StateRegistry
 
 WEIGHT_DECAY = 1e-3
-METRICS = (
-    "Loss/critic",
-    "Loss/temperature",
-    "Loss/actor",
-    "Loss/entropy",
-    "Policy/temperature",
-    "Train/critic_gradient_norm",
-    "Train/actor_gradient_norm",
-    "Train/target_q_max",
-    "Train/target_q_min",
-    "Train/skipped_updates",
-)
 
 
-class SacLearner:
+class SacLearner(ActorCritic):
     """Actor, critic pair, target pair and temperature, and one update of all of them.
 
     Args:
@@ -46,7 +34,10 @@ class SacLearner:
         ranks: averages gradients before each step; one rank by default.
     """
 
-    metrics: tuple[str, ...] = METRICS
+    actor: Actor
+    critic: CriticPair
+    target: CriticPair
+    _frozen_critic: CriticPair
 
     def __init__(
         self,
@@ -78,9 +69,7 @@ class SacLearner:
         self.alpha_group = ParameterGroup("temperature", [self.log_alpha], params.alpha_lr, 0.0, registry)
         self.groups = {"critic": self.critic_group, "temperature": self.alpha_group, "actor": self.actor_group}
         self._critic_wire = share_wire((self.critic_group, self.alpha_group))
-        bind(self._frozen_critic.parameters(), self.critic_group.flat.data)
-        self._target_flat = registry.tensor("critic_target/parameters", self.critic_group.flat.data.clone())
-        bind(self.target.parameters(), self._target_flat)
+        self._tie_copies(registry)
         self._points = support(config.num_atoms, device)
         self._target_entropy = -action_dim * params.target_entropy_ratio
         compiling = params.use_compile and device.type == "cuda"
@@ -89,8 +78,7 @@ class SacLearner:
         self._actor_objective = _compiled(actor_objective, compiling)
         self._step_critic = _compiled(self._critic_step, compiling)
         self._step_actor = _compiled(self._actor_step, compiling)
-        self._expected: Tensor | None = None
-        self._reported = {name: registry.tensor(f"learner/{name}", torch.zeros((), device=device)) for name in METRICS}
+        self._prepare(registry)
 
     def exploration(
         self, num_envs: int, generator: torch.Generator, registry: StateRegistry, device: torch.device
@@ -98,27 +86,8 @@ class SacLearner:
         """Fresh noise in every tick."""
         return NormalNoise(num_envs, self._action_dim, generator, registry, device)
 
-    def act(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Actions `(N, A)` of observations `(N, O)`."""
-        action, _ = self.actor.sample(obs, noise)
-        return action
-
     def observe(self, reward: Tensor, done: Tensor, valid: Tensor) -> None:
         """Nothing: SAC keeps no statistics of its own."""
-
-    @torch.no_grad()
-    def next_action(self, next_obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions of the actor as it is now in the next states, for the critic's target.
-
-        Args:
-            next_obs: `(M, O)`; rows of all updates up to the actor's next change may come at once.
-            noise: standard normal, `(M, A)`.
-
-        Returns:
-            Actions `(M, A)` and their log-densities `(M,)`.
-        """
-        with self._autocast():
-            return self._next_action(next_obs, noise)
 
     def update(self, batch: Batch, next_action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
         """One critic, temperature and target update, and an actor update where `actor_noise` is given.
@@ -133,39 +102,9 @@ class SacLearner:
         if actor_noise is not None:
             self._update_actor(batch, actor_noise)
 
-    @torch.no_grad()
-    def report(self) -> dict[str, Tensor]:
-        """0-d tensors of the last update, by tag, at fixed addresses; written now."""
-        values = {
-            "Loss/critic": self.critic_group.loss,
-            "Loss/temperature": self.alpha_group.loss,
-            "Loss/actor": self.actor_group.loss,
-            "Policy/temperature": self.log_alpha.exp().squeeze(0),
-            "Train/critic_gradient_norm": self.critic_group.norm,
-            "Train/actor_gradient_norm": self.actor_group.norm,
-        }
-        if self._expected is not None:
-            smallest, largest = torch.aminmax(self._expected)
-            values |= {"Train/target_q_max": largest, "Train/target_q_min": smallest}
-            for name, value in values.items():
-                self._reported[name].copy_(value)
-        return self._reported
-
-    def synchronize(self) -> None:
-        """Give every rank rank 0's actor, critics, targets and temperature."""
-        groups = (self.actor_group, self.critic_group, self.alpha_group)
-        self._ranks.broadcast([*(group.flat.data for group in groups), self._target_flat])
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Networks of a checkpoint, by name."""
-        return {"actor": self.actor, "critic": self.critic, "critic_target": self.target}
-
     def steps(self, updates: int, actor_updates: int) -> dict[str, int]:
         """Optimizer steps by group; the temperature's go with the critics', so do its gradients."""
         return {"critic": updates, "temperature": updates, "actor": actor_updates}
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._amp)
 
     def _sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self.actor.sample(obs, noise)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unilab.learner import METRICS
 from unilab.sac.config import SacConfig, SacParams
-from unilab.sac.learner import METRICS, SacLearner
+from unilab.sac.learner import SacLearner
 from unilab.sac.objectives import Batch
 from unilab.state import StateRegistry
 
