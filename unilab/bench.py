@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
-    os.environ.pop("MUJOCO_GL", None)  # importing mujoco fails under a bad value
     arguments = _parser().parse_intermixed_args(argv)
     try:
         with redirect_stdout(sys.stderr):  # notes about the chosen device do not belong to the result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--episodes", type=int, default=16, help="episodes, one per environment (default 16)")
     args = parser.parse_args(argv)
-    os.environ.pop("MUJOCO_GL", None)  # nothing is rendered, and importing mujoco fails under a bad value
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")

@@ -69,7 +69,6 @@ def train(algo: str, task: str, sim: str, overrides: Sequence[str], argv: list[s
     Returns:
         The exit code.
     """
-    os.environ.pop("MUJOCO_GL", None)  # training never renders, and importing mujoco fails under a bad value
     try:
         from unilab.config import load_config
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,19 +14,17 @@ import numpy.typing as npt
 from unilab.physics.pinning import allowed_cpus, check_cpu_ids, confine, confine_process, thread_ids
 from unilab.physics.spec import KEEP, PROFILES, RESET, ROBOTS, SET_VELOCITY, PhysicsSpec
 
-try:
-    import mujoco
-except (AttributeError, OSError, RuntimeError) as error:
-    # mujoco loads a renderer at import and fails when MUJOCO_GL names one that is unknown or missing here.
-    if "MUJOCO_GL" not in os.environ:
-        raise
-    asked = os.environ["MUJOCO_GL"]
-    print(f"MUJOCO_GL={asked} does not work here ({error}); physics goes on without rendering", file=sys.stderr)
-    os.environ["MUJOCO_GL"] = "disable"
-    import mujoco
+# Physics never renders. mujoco loads a renderer at import: it fails when MUJOCO_GL names one that is missing here, and
+# without the variable it starts a process that looks for one.
+_asked = os.environ.get("MUJOCO_GL")
+os.environ["MUJOCO_GL"] = "disable"
+import mujoco  # noqa: E402
 
-    os.environ["MUJOCO_GL"] = asked
-from mujoco import batch as mujoco_batch
+if _asked is None:
+    del os.environ["MUJOCO_GL"]
+else:
+    os.environ["MUJOCO_GL"] = _asked
+from mujoco import batch as mujoco_batch  # noqa: E402
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ids: TypeAlias = npt.NDArray[np.intp]

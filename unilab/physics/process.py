@@ -187,6 +187,5 @@ def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
 
 
 def child_environment() -> dict[str, str]:
-    """The child's: modules are found where this process finds them, and physics never renders."""
-    inherited = {key: value for key, value in os.environ.items() if key != "MUJOCO_GL"}
-    return inherited | {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}
+    """The child's: modules are found where this process finds them."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)}

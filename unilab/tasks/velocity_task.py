@@ -135,7 +135,7 @@ class VelocityTask(ABC):
 
     def _site_in_root(self, model: mujoco.MjModel, site: str) -> tuple[Tensor, Tensor]:
         """Rotation (3, 3) of site axes and position (3,) of the site in the root's frame, at the default pose."""
-        import mujoco  # only now: `load_model`'s module copes with a MUJOCO_GL that does not work here
+        import mujoco  # only now: `load_model`'s module imports it without a renderer
 
         data = mujoco.MjData(model)
         mujoco.mj_resetDataKeyframe(model, data, model.key(self.keyframe).id)
