@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unilab.names import CHECKPOINT_PATTERN, CONFIG_FILE, EXIT_OK, EXIT_USAGE
+from unilab.names import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
@@ -44,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--episodes", type=int, default=16, help="episodes, one per environment (default 16)")
     args = parser.parse_args(argv)
+    from unilab.checkpoint import load_run
+
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")
@@ -58,42 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"  episode length  {sum(result.lengths) / count:9.1f}")
     print(f"  falls           {sum(result.falls):6d} of {count}")
     return EXIT_OK
-
-
-def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a run and its newest checkpoint, newest by the iteration stored inside.
-
-    Raises:
-        ValueError: if there is no such run, it was trained on something else, a checkpoint cannot be read, or the
-            newest one's actor is not the configuration's.
-    """
-    import torch
-
-    from unilab.actor_semantics import describe_actor, verify_actor
-    from unilab.config import load_config, restore_config
-
-    wanted = load_config(algo, task, sim, [])
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{directory} is no run directory: it has no {CONFIG_FILE}")
-    config = restore_config(json.loads(path.read_text()))
-    asked, found = ((c.algo.algo, c.training.task_name, c.training.sim_backend) for c in (wanted, config))
-    if asked != found:
-        raise ValueError(f"{directory} was trained with {'/'.join(found)}, not {'/'.join(asked)}")
-    files = sorted(directory.glob(CHECKPOINT_PATTERN.format(iteration="*")))
-    if not files:
-        raise ValueError(f"{directory} holds no checkpoint; train with algo.save_interval=0 or more")
-    checkpoints = {}
-    for file in files:
-        try:
-            checkpoints[file] = torch.load(file, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from None
-    newest = max(checkpoints, key=lambda file: checkpoints[file]["iteration"])
-    trained = config.env.task_class()
-    expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
-    verify_actor(checkpoints[newest], expected, newest)
-    return config, checkpoints[newest]
 
 
 def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Evaluation:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from unilab.actor_semantics import describe_actor, verify_actor
+from unilab.checkpoint import load_run
 from unilab.config import load_config
-from unilab.eval import load_run
 
 FILE = Path("model_7.pt")
 SEMANTICS = describe_actor(load_config("flashsac", "g1_walk_flat", "mujoco", []).algo, 98, 29)

@@ -8,6 +8,7 @@ import torch
 
 from unilab import eval as evaluation
 from unilab.actor_semantics import ENTRY, describe_actor
+from unilab.checkpoint import load_run
 from unilab.config import RunConfig, load_config
 from unilab.sac.networks import Actor
 
@@ -29,7 +30,7 @@ def write_run(path: Path, iterations: dict[str, int]) -> RunConfig:
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_iteration_inside(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {"model_9.pt": 9, "model_10.pt": 10, "model_99.pt": 3})
-    _, checkpoint = evaluation.load_run(tmp_path / "run", "sac", "g1_walk_flat", "mujoco")
+    _, checkpoint = load_run(tmp_path / "run", "sac", "g1_walk_flat", "mujoco")
     assert checkpoint["iteration"] == 10
 
 
@@ -45,7 +46,7 @@ def test_an_untrained_policy_falls_and_the_episode_count_is_exact(
 
 def test_evaluation_is_deterministic_and_counts_one_episode_per_environment(tmp_path: Path) -> None:
     config = write_run(tmp_path / "run", {"model_1.pt": 1})
-    _, checkpoint = evaluation.load_run(tmp_path / "run", "sac", "g1_walk_flat", "mujoco")
+    _, checkpoint = load_run(tmp_path / "run", "sac", "g1_walk_flat", "mujoco")
     first = evaluation.evaluate(config, checkpoint, 2)
     assert first == evaluation.evaluate(config, checkpoint, 2)
     assert all(5 < length < 200 for length in first.lengths)  # it falls within about 1.3 s
