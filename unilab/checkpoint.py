@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,39 @@ from unilab.config import RunConfig, load_config, restore_config
 from unilab.names import CHECKPOINT_PATTERN, CONFIG_FILE
 
 
-def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig, dict[str, Any]]:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read.
+
+    Attributes:
+        file: where it is.
+        sha256: of the file.
+        content: what it holds.
+    """
+
+    file: Path
+    sha256: str
+    content: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """Finished training iterations."""
+        return int(self.content["iteration"])
+
+    @property
+    def env_steps(self) -> int:
+        """Cumulative env steps of all ranks."""
+        return int(self.content["env_steps"])
+
+
+def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, Checkpoint]:
     """The configuration of a run and its newest checkpoint, newest by the iteration stored inside.
 
     Raises:
         ValueError: if there is no such run, it was trained on something else, a checkpoint cannot be read, or the
             newest one's actor is not the configuration's.
     """
-    wanted = load_config(algo, task, sim, [])
+    wanted, directory = load_config(algo, task, sim, []), Path(run)
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{directory} is no run directory: it has no {CONFIG_FILE}")
@@ -42,4 +69,4 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
     trained = config.env.task_class()
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoints[newest], expected, newest)
-    return config, checkpoints[newest]
+    return config, Checkpoint(newest, hashlib.sha256(newest.read_bytes()).hexdigest(), checkpoints[newest])
