@@ -69,7 +69,7 @@ class Recording(NamedTuple):
             ValueError: if the file is not such a recording.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 scene, qpos, fps = str(file["scene"]), file["qpos"], float(file["fps"])
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is no recording of robots: {error}") from None
