@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unilab.episodes import Evaluation
 
 LEVEL = 0.95
+FILES = (EVAL_FILE, VIDEO_FILE)  # made after training
 OK = "ok"
 PREFIX = "eval: "
 
@@ -246,7 +247,7 @@ def evaluate_trained(config: RunConfig, run: Path) -> tuple[dict[str, str], int]
             child.terminate()  # where only this process was interrupted
             child.communicate()
             code = EXIT_INTERRUPTED
-    files = {name: OK if (run / name).is_file() else "" for name in (EVAL_FILE, VIDEO_FILE)}
+    files = {name: OK if (run / name).is_file() else "" for name in FILES}
     otherwise = "interrupted" if code == EXIT_INTERRUPTED else said.get("", ending(child.returncode))
     return {name: found or said.get(name, otherwise) for name, found in files.items()}, code
 

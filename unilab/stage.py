@@ -16,7 +16,7 @@ SPACING = 2.0  # m between neighbours on the grid
 DISTANCE, ELEVATION, AZIMUTH = 9.0, -20.0, 90.0  # m and degrees from what the camera looks at
 SMOOTHING = 1.0  # s over which the camera's path is averaged
 SUN = np.array((0.0, 0.0, 3.0))  # m from what the camera looks at
-SHADOWS = 10.0  # m around it in which robots throw shadows
+SHADOWS = 14.0  # m around it in which robots throw shadows; with less the floor throws some on itself
 HORIZON = 60.0  # m at which the floor ends in haze
 
 

@@ -271,10 +271,13 @@ def _end_facts(
 
 def _play(config: RunConfig, directory: Path) -> tuple[dict[str, str], int]:
     """Numbers and video of what was trained: what became of each file, and the exit code. No failure of the run."""
-    from unilab.eval import OK, evaluate_trained
+    from unilab.eval import FILES, OK, evaluate_trained
 
-    print("evaluating and recording (not with training.no_play=true)", flush=True)
-    artifacts, code = evaluate_trained(config, directory)
+    try:
+        print("evaluating and recording (not with training.no_play=true)", flush=True)
+        artifacts, code = evaluate_trained(config, directory)
+    except OSError as error:  # nobody reads what is printed any more, or no process can be started
+        artifacts, code = dict.fromkeys(FILES, str(error)), EXIT_FAILED
     missing = [name for name, found in artifacts.items() if found != OK]
     if missing:
         print(f"train: the training is complete, but there is no {' and no '.join(missing)}", file=sys.stderr)

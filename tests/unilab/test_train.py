@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -357,6 +357,19 @@ def test_a_file_that_is_missing_afterwards_is_no_failure_of_training(
     assert found.end["artifacts"] == {"eval.json": "ok", "play_video.mp4": "the disk: full"}
     assert found.err == "train: the training is complete, but there is no play_video.mp4\n"
     assert found.end["wall_seconds"] < time.monotonic() - began - 1.5
+
+
+def test_the_end_is_recorded_where_nobody_reads_what_is_printed(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
+    monkeypatch.setattr("unilab.eval.evaluate_trained", broken)
+    found = train("training.no_play=false", "algo.max_iterations=3")
+    assert (found.code, found.end["status"]) == (1, "completed")
+    assert found.end["artifacts"] == {"eval.json": "Broken pipe", "play_video.mp4": "Broken pipe"}
 
 
 def test_no_run_begins_where_no_video_can_be_made(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
