@@ -132,7 +132,7 @@ def summarize(result: Evaluation) -> dict[str, Any]:
     return {
         "episodes": len(result.returns),
         "confidence_level": LEVEL,
-        "return": mean_interval(result.returns),
+        "episode_return": mean_interval(result.returns),
         "episode_length": mean_interval(result.lengths),
         **{
             name: {**mean_interval(values), "standing_still": sum(standing) / len(standing)}
@@ -140,9 +140,11 @@ def summarize(result: Evaluation) -> dict[str, Any]:
         },
         "falls": share_interval(sum(result.falls), len(result.falls)),
         "samples": {
-            "return": result.returns,
+            "episode_return": result.returns,
             "episode_length": result.lengths,
             **{name: values for name, (values, _) in errors.items()},
+            "standing_error_lin": result.standing_lin,
+            "standing_error_ang": result.standing_ang,
             "fall": result.falls,
         },
     }
@@ -176,7 +178,7 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"{episodes} episodes without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
     ]
     for name, key, digits in (
-        ("return", "return", 2),
+        ("return", "episode_return", 2),
         ("episode length, control steps", "episode_length", 1),
         ("planar velocity error, m/s", "tracking_error_lin", 3),
         ("yaw rate error, rad/s", "tracking_error_ang", 3),

@@ -77,7 +77,7 @@ def test_an_untrained_policy_falls_and_everything_is_written(
     assert facts["checkpoint"] == {"file": "model_1.pt", "sha256": digest, "iteration": 1, "env_steps": 40}
     assert (facts["schema_version"], facts["episodes"], facts["falls"]["count"]) == (1, 3, 3)
     assert all(5 < length < 200 for length in facts["samples"]["episode_length"])  # it falls within about 1.3 s
-    assert 0 < facts["return"]["mean"] < 0.37 * facts["episode_length"]["mean"]
+    assert 0 < facts["episode_return"]["mean"] < 0.37 * facts["episode_length"]["mean"]
     assert facts["tracking_error_lin"]["standing_still"] < 1.08  # of a command of at most (1.0, 0.4) m/s
 
 
@@ -114,7 +114,7 @@ def test_one_episode_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_run(tmp_path / "run", {"model_1.pt": 1})
     assert evaluate(tmp_path / "run", "--episodes", "1", "training.no_play=true") == 0
     assert "[no interval of one episode]" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "eval.json").read_text())["return"]["ci_low"] is None
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["episode_return"]["ci_low"] is None
 
 
 # --- video -----------------------------------------------------------------------------------------------------------
