@@ -155,11 +155,9 @@ def find_event_file(run_dir: Path) -> Path:
                 f"name one run, for example {found[0].parent}",
             )
         listed = ", ".join(path.relative_to(run_dir).as_posix() for path in found + attempts)
-        instead = f"measure an attempt by itself, as {attempts[-1]}" if attempts else "give each run its own directory"
-        raise Refusal(
-            Reason.SEVERAL_RUNS,
-            f"{run_dir.resolve().name} should hold one event file and nothing of another run, found: {listed}; {instead}",
-        )
+        instead = f"measure {attempts[-1].name} by itself" if attempts else "give each run a directory of its own"
+        what = f"{run_dir.resolve().name} should hold one event file and nothing of another run, found: {listed}"
+        raise Refusal(Reason.SEVERAL_RUNS, f"{what}; {instead}")
     if found[0].parent != run_dir:
         raise Refusal(
             Reason.NO_EVENT_FILE,
