@@ -148,15 +148,15 @@ def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) 
 
 
 def _check_state(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> None:
-    """Compare names, shapes and types of optimizers and all other state with those of the run."""
+    """Try optimizers and all other state on a registry like the run's: names, shapes, types, states of generators."""
     state = checkpoint.content.get("state")
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
         raise ValueError(f"{checkpoint.file}: state must hold tensors by name")
     try:
-        _lasting_state(config, device).check(state, lasting=True)
-    except ValueError as error:
+        _lasting_state(config, device).restore(state, lasting=True)
+    except (ValueError, RuntimeError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         fix = "set what it was trained with, on the same kind of device"
         raise ValueError(f"{checkpoint.file} does not fit this run: {reason}; {fix}") from None

@@ -330,6 +330,7 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (state(lambda found: found.update({"actor/adamw_step": torch.ones(2)})), "actor/adamw_step has shape ()"),
         (state(lambda found: found.update({"actor/adamw_step": torch.tensor(1)})), "is torch.float32, the snapshot"),
         (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "same kind of devi"),
+        (state(lambda found: found["random/update"].zero_()), "run/model_6.pt does not fit this run: "),
         (lambda run: torch.save([1], run / "model_6.pt"), "it must hold a mapping, found list"),
         (truncated, "model_6.pt cannot be read: it is no archive, or its end is missing; name another iteration"),
         (altered(extra=Hostile(Path("ran"))), "it holds more than data, and what it holds might run as code"),
