@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unilab import export
+from unilab import eval as evaluation
+from unilab import export, train
 from unilab.config import RunConfig, load_config
 from unilab.environment import Environment
 from unilab.export import ExportError, describe_policy, export_actor, export_policy, missing_for_export
@@ -303,6 +305,62 @@ def test_a_missing_package_is_named_with_what_to_type(monkeypatch: pytest.Monkey
     assert missing_for_export() == line
     with pytest.raises(HostUnfit, match="needs onnxscript"):
         export_policy(load_config("sac", "g1_walk_flat", "mujoco", []), {}, tmp_path / "policy.onnx")
+
+
+def test_a_host_without_the_packages_does_not_begin_to_train(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    run = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco", "training.smoke=true"]
+    assert train.main([*run, f"training.log_dir={tmp_path / 'run'}"]) == 3
+    error = capfd.readouterr().err
+    assert error.startswith("train: policy.onnx needs onnx, onnxscript, onnxruntime: ")
+    assert "training.export_onnx=false" in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("override", ["training.export_onnx=false", "training.no_play=true"])
+def test_who_wants_no_policy_needs_no_package(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    train._require_packages(load_config("sac", "g1_walk_flat", "mujoco", [override]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "failure", "code", "written"),
+    [
+        ([], None, 0, True),
+        (["training.export_onnx=false"], None, 0, False),
+        (["training.no_play=true"], None, 0, False),
+        ([], ExportError("no policy.onnx: reason"), 1, True),
+        ([], HostUnfit("policy.onnx needs onnx"), 3, True),
+    ],
+)
+def test_eval_exports_after_the_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    overrides: list[str],
+    failure: Exception | None,
+    code: int,
+    written: bool,
+) -> None:
+    paths: list[Path] = []
+
+    def note(config: RunConfig, checkpoint: Mapping[str, Any], path: Path) -> None:
+        paths.append(path)
+        if failure is not None:
+            raise failure
+
+    config = load_config("sac", "g1_walk_flat", "mujoco", overrides)
+    monkeypatch.setattr("unilab.checkpoint.load_run", lambda *_: (config, {"iteration": 1}))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: evaluation.Evaluation([1.0], [1], [False]))
+    monkeypatch.setattr(export, "export_policy", note)
+    names = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
+    assert evaluation.main([*names, "--load-run", str(tmp_path)]) == code
+    assert paths == ([tmp_path / "policy.onnx"] if written else [])
+    printed = capsys.readouterr()
+    assert printed.err == (f"eval: {failure}\n" if failure is not None else "")
+    assert ("wrote" in printed.out) == (written and failure is None)
 
 
 def test_every_key_of_the_metadata_is_documented(exported: Exported) -> None:
