@@ -69,7 +69,7 @@ def _export(config: RunConfig, checkpoint: dict[str, Any], path: Path) -> int:
 
     try:
         export_policy(config, checkpoint, path)
-    except (ExportError, HostUnfit) as error:
+    except (ExportError, HostUnfit, OSError) as error:
         print(f"eval: {error}", file=sys.stderr)
         return EXIT_HOST_UNFIT if isinstance(error, HostUnfit) else EXIT_FAILED
     print(f"wrote {path}")

@@ -333,6 +333,7 @@ def test_who_wants_no_policy_needs_no_package(monkeypatch: pytest.MonkeyPatch, o
         (["training.no_play=true"], None, 0, False),
         ([], ExportError("no policy.onnx: reason"), 1, True),
         ([], HostUnfit("policy.onnx needs onnx"), 3, True),
+        ([], OSError("read-only file system"), 1, True),
     ],
 )
 def test_eval_exports_after_the_evaluation(
