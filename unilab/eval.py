@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unilab.names import EXIT_OK, EXIT_USAGE
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, POLICY_FILE
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
@@ -57,6 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"  return          {sum(result.returns) / count:9.2f}")
     print(f"  episode length  {sum(result.lengths) / count:9.1f}")
     print(f"  falls           {sum(result.falls):6d} of {count}")
+    if config.training.export_onnx and not config.training.no_play:
+        return _export(config, checkpoint, args.load_run / POLICY_FILE)
+    return EXIT_OK
+
+
+def _export(config: RunConfig, checkpoint: dict[str, Any], path: Path) -> int:
+    """Write the policy; the exit code."""
+    from unilab.export import ExportError, export_policy
+    from unilab.hardware import HostUnfit
+
+    try:
+        export_policy(config, checkpoint, path)
+    except (ExportError, HostUnfit, OSError) as error:
+        print(f"eval: {error}", file=sys.stderr)
+        return EXIT_HOST_UNFIT if isinstance(error, HostUnfit) else EXIT_FAILED
+    print(f"wrote {path}")
     return EXIT_OK
 
 

@@ -18,6 +18,7 @@ CHECKPOINT_PATTERN = "model_{iteration}.pt"
 STATES_FILE = "physics_states.npz"
 MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 RUN_END_FILE = "run_end.json"
+POLICY_FILE = "policy.onnx"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
 # `dp_sync.mode` of manifest.json, where there are several ranks.
