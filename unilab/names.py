@@ -17,6 +17,10 @@ EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
 STATES_FILE = "physics_states.npz"
 MEETING_FILE = ".ranks"  # where several ranks meet, while they run
+EVAL_FILE = "eval.json"
+VIDEO_FILE = "play_video.mp4"
+STILL_FILE = "play_still.png"
+POLICY_FILE = "policy.onnx"
 RUN_END_FILE = "run_end.json"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
