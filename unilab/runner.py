@@ -444,7 +444,7 @@ def _execution(params: AlgoParams, device: torch.device) -> tuple[bool, bool]:
     return params.use_compile and on_cuda, params.captures and on_cuda
 
 
-def _stream_seed(seed: int, stream: str, rank: int, resumed: int = 0) -> int:
+def _stream_seed(seed: int, stream: str, rank: int = 0, resumed: int = 0) -> int:
     """A seed per (seed, rank, stream, iteration resumed from), so that no two streams of a run share numbers."""
     text = f"{seed}/{rank}/{stream}" + (f"/{resumed}" if resumed else "")
     digest = hashlib.sha256(text.encode()).digest()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unilab.terminal import TerminalView
     from unilab.trace import Trace
     from unilab.transport import Transport
+    from unilab.wandb_log import WandbLog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,11 +105,13 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         ranks = plan_ranks(environment, devices, counted)
         if ranks.rank:
             return _follow(config, ranks)
+        _require_packages(config)
         place = Place.prepare(config, ranks)
         resume = plan_resume(config, place.task, place.device) if config.algo.resume else None
         directory = RunDirectory(
             resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
         )
+        mirror = _mirror(config, directory)
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
     except ValueError as error:
@@ -119,7 +122,31 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
     with _sigterm_interrupts():
-        return _run(place, directory, argv, environment, command, resume)
+        return _run(place, directory, argv, environment, command, resume, mirror)
+
+
+def _require_packages(config: RunConfig) -> None:
+    """Refuse a run that would miss a package only at its end.
+
+    Raises:
+        HostUnfit: naming it and what to type.
+    """
+    from unilab.export import missing_for_export
+    from unilab.hardware import HostUnfit
+    from unilab.wandb_log import missing_for_wandb
+
+    training = config.training
+    exports = training.export_onnx and not training.no_play
+    missing = (exports and missing_for_export()) or (training.logger == "wandb" and missing_for_wandb())
+    if missing:
+        raise HostUnfit(missing)
+
+
+def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
+    """W&B where it was asked for."""
+    from unilab.wandb_log import start_wandb
+
+    return start_wandb(config, directory.path) if config.training.logger == "wandb" else None
 
 
 def _say_what_runs(place: Place, devices: int) -> None:
@@ -161,6 +188,7 @@ def _run(
     environment: dict[str, str],
     command: list[str],
     resume: Resume | None,
+    mirror: WandbLog | None,
 ) -> int:
     """Train into `directory` and write `run_end.json`, whatever happens."""
     from unilab.event_log import Clock, EventLog
@@ -169,7 +197,7 @@ def _run(
 
     began, config = time.monotonic(), place.config
     try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
-        log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
+        log = EventLog(directory.path, Clock.start(), config.training.logger != "none", mirror)
     except OSError as error:
         return _refuse(error, EXIT_FAILED)
     runner: Runner | None = None
@@ -205,7 +233,10 @@ def _run(
         status, cause = FAILED, failure
     with _deaf():
         write_end(status, cause)
-        return _conclude(config, directory, status, cause)
+        code = _conclude(config, directory, status, cause)
+    if mirror is not None:  # last: what it waits for is the network
+        mirror.close(code)
+    return code
 
 
 def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:

@@ -6,6 +6,8 @@ import hashlib
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -19,8 +21,9 @@ from test_train import FILES, NAMES, SMALL, Run
 
 from repro.events import Reason, Refusal
 from repro.throughput import measure
+from unilab import eval as evaluation
 from unilab.algorithm import AlgoConfig
-from unilab.checkpoint import contents, read_checkpoint
+from unilab.checkpoint import contents, load_checkpoint, read_checkpoint
 from unilab.config import RunConfig
 from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
 from unilab.optim import WarmupCosine
@@ -248,6 +251,35 @@ def test_a_run_that_fails_at_once_ends_where_it_began(
     copied = shutil.copytree(first.path, tmp_path / "run", ignore=shutil.ignore_patterns("attempt-*"))
     run = train(f"algo.load_run={copied}", "algo.resume=true", "algo.max_iterations=8")
     assert (run.code, run.end["status"], run.end["iterations"], run.end["final_env_steps"]) == (1, "failed", 6, 120)
+
+
+def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
+    first: Run, second: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(first.path, "logs/sac/G1WalkFlat/run")
+    assert evaluation.main([*NAMES, "--load-run", "-1", "--episodes", "1"]) == 0
+    newest = max(load_checkpoint(first.path).iteration, 27)
+    assert f"logs/sac/G1WalkFlat/run at iteration {newest}, 1 episodes" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algo", ["sac", "flashsac"])
+def test_a_run_on_a_gpu_goes_on_captured(tmp_path: Path, algo: str) -> None:
+    """Restored before capture: graphs replay on the restored state, with as many updates an iteration as before."""
+    arguments = ["--algo", algo, *NAMES[2:], *SMALL[1:], f"training.log_dir={tmp_path / 'run'}"]
+    for more in (["algo.max_iterations=4"], ["algo.max_iterations=7", "algo.resume=true"]):
+        subprocess.run([sys.executable, "-m", "unilab.train", *arguments, *more], check=True, timeout=280)
+    first, second = Run(tmp_path / "run"), Run(tmp_path / "run" / "attempt-002")
+    assert second.json("manifest.json")["learner"]["cuda_graph"] is True
+    before, after = first.checkpoint(4)["state"], second.checkpoint(7)["state"]
+    assert after["critic/adamw_step"] == before["critic/adamw_step"] * 7 / 4
+    assert [line["iteration"] for line in second.progress] == [5, 6, 7]
+    assert second.progress[0]["env_steps"] > first.end["final_env_steps"]
+    assert not torch.equal(after["critic/parameters"], before["critic/parameters"])
+    assert all(after[name].isfinite().all() for name in after if name.startswith(("actor", "critic", "env")))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
