@@ -39,14 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="eval", description=__doc__, allow_abbrev=False)
     for name in ("algo", "task", "sim"):
         parser.add_argument(f"--{name}", required=True, help=f"{name} the run was trained with")
-    parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory")
+    parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory, or -1: the latest")
     parser.add_argument("--episodes", type=int, default=16, help="episodes, one per environment (default 16)")
     args = parser.parse_args(argv)
-    from unilab.checkpoint import load_run
+    from unilab.checkpoint import find_run, load_run
+    from unilab.config import load_config
 
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")
+        args.load_run = find_run(args.load_run, load_config(args.algo, args.task, args.sim, []))
         config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim)
     except ValueError as error:
         print(f"eval: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
+ATTEMPT_PATTERN = "attempt-{number}"  # what a resumed run writes, the same files inside; three digits, from 002 on
 STATES_FILE = "physics_states.npz"
 MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 EVAL_FILE = "eval.json"
