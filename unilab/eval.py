@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from unilab.names import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
+    POLICY_FILE,
     STILL_FILE,
     VIDEO_FILE,
 )
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from unilab.episodes import Evaluation
 
 LEVEL = 0.95
-FILES = (EVAL_FILE, VIDEO_FILE)  # made after training
 OK = "ok"
 PREFIX = "eval: "
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="eval", description=__doc__, allow_abbrev=False)
     for name in ("algo", "task", "sim"):
         parser.add_argument(f"--{name}", required=True, help=f"{name} the run was trained with")
-    parser.add_argument("--load-run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument("--load-run", required=True, metavar="DIR", help="run directory, or -1: the latest")
     parser.add_argument("--episodes", type=int, default=64, help="episodes, one per environment (default %(default)s)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
@@ -85,19 +85,43 @@ def _evaluate_run(args: argparse.Namespace) -> int:
     except VideoError as error:
         return _refuse(f"{error}; for the numbers alone add training.no_play=true", EXIT_HOST_UNFIT)
     run, facts = checkpoint.file.parent, {**_identity(config, checkpoint), **summarize(result)}
+    print(f"{checkpoint.file} at iteration {checkpoint.iteration}, {checkpoint.env_steps} env steps")
     print("\n".join(table(facts)), flush=True)
     try:
         RunDirectory(run).write_evaluation(facts)
     except OSError as error:
         return _refuse(f"{EVAL_FILE}: {error}", EXIT_FAILED)
-    if renderer is None:
-        return EXIT_OK
-    try:
-        record_video(config, checkpoint.content, run, renderer)
-    except (OSError, VideoError) as error:
-        return _refuse(f"{VIDEO_FILE}: {error}", EXIT_FAILED)
-    print(f"  {VIDEO_FILE}, {STILL_FILE} in {run}")
-    return EXIT_OK
+    return _make_files(config, checkpoint.content, run, renderer)
+
+
+def _make_files(config: RunConfig, content: dict[str, Any], run: Path, renderer: str | None) -> int:
+    """The policy and the video of a run; the exit code."""
+    from unilab.export import ExportError, export_policy
+    from unilab.hardware import HostUnfit
+    from unilab.video import VideoError
+
+    makers: dict[str, Callable[[], None]] = {}
+    if POLICY_FILE in files_after_training(config):
+        makers[POLICY_FILE] = lambda: export_policy(config, content, run / POLICY_FILE)
+    if renderer is not None:
+        makers[VIDEO_FILE] = lambda: record_video(config, content, run, renderer)
+    code = EXIT_OK
+    for name, make in makers.items():
+        try:
+            make()
+            print(f"wrote {run / name}", flush=True)
+        except HostUnfit as error:
+            code = _refuse(f"{name}: {error}", EXIT_HOST_UNFIT)
+        except (OSError, ExportError, VideoError) as error:
+            code = _refuse(f"{name}: {str(error).removeprefix(f'no {name}: ')}", EXIT_FAILED)
+    return code
+
+
+def files_after_training(config: RunConfig) -> tuple[str, ...]:
+    """What `eval` makes of a run whose playback is wanted."""
+    if config.training.no_play:
+        return (EVAL_FILE,)
+    return (EVAL_FILE, *((POLICY_FILE,) if config.training.export_onnx else ()), VIDEO_FILE)
 
 
 def _refuse(message: str, code: int) -> int:
@@ -172,9 +196,8 @@ def share_interval(count: int, total: int) -> dict[str, float | int]:
 
 def table(facts: dict[str, Any]) -> list[str]:
     """The measures of `eval.json` as lines of text."""
-    checkpoint, episodes = facts["checkpoint"], facts["episodes"]
+    episodes = facts["episodes"]
     lines = [
-        f"{checkpoint['file']} at iteration {checkpoint['iteration']}, {checkpoint['env_steps']} env steps",
         f"{episodes} episodes without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
     ]
     for name, key, digits in (
@@ -249,7 +272,7 @@ def evaluate_trained(config: RunConfig, run: Path) -> tuple[dict[str, str], int]
             child.terminate()  # where only this process was interrupted
             child.communicate()
             code = EXIT_INTERRUPTED
-    files = {name: OK if (run / name).is_file() else "" for name in FILES}
+    files = {name: OK if (run / name).is_file() else "" for name in files_after_training(config)}
     otherwise = "interrupted" if code == EXIT_INTERRUPTED else said.get("", ending(child.returncode))
     return {name: found or said.get(name, otherwise) for name, found in files.items()}, code
 

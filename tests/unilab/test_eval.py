@@ -20,6 +20,7 @@ from unilab.config import RunConfig, load_config
 from unilab.sac.networks import Actor
 from unilab.video import Recording, VideoError, find_renderer
 
+SHORT = ("training.play_steps=3", "training.play_env_num=2", "training.export_onnx=false")
 ROUTE = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
 
 
@@ -66,12 +67,12 @@ def test_an_untrained_policy_falls_and_everything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    write_run(run, {"copy_of_model_1.pt": 1, "model_1.pt": 1})
+    write_run(run, {"model_1.pt": 1})
     assert evaluate(run, "training.no_play=true") == 0
     printed = capsys.readouterr().out
     assert "model_1.pt at iteration 1, 40 env steps\n3 episodes without noise" in printed
     assert re.search(r"falls +3 of 3  100.0 %  \[43.9, 100.0\] %", printed)
-    assert names(run) == {"copy_of_model_1.pt", "model_1.pt", "eval.json"}
+    assert names(run) == {"model_1.pt", "eval.json"}
     facts = json.loads((run / "eval.json").read_text())
     digest = hashlib.sha256((run / "model_1.pt").read_bytes()).hexdigest()
     assert facts["checkpoint"] == {"file": "model_1.pt", "sha256": digest, "iteration": 1, "env_steps": 40}
@@ -122,7 +123,7 @@ def test_one_episode_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_numbers_video_and_still(tmp_path: Path, renderer: str) -> None:
     write_run(tmp_path / "run", {"model_1.pt": 1})
-    assert evaluate(tmp_path / "run", "training.play_steps=2", "training.play_env_num=1") == 0
+    assert evaluate(tmp_path / "run", *SHORT) == 0
     assert names(tmp_path / "run") == {"model_1.pt", "eval.json", "play_video.mp4", "play_still.png"}
 
 
@@ -150,7 +151,7 @@ def test_a_video_that_fails_leaves_the_numbers_and_no_other_file(
     monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
     monkeypatch.setattr("unilab.video.make_video", fail)
     write_run(tmp_path / "run", {"model_1.pt": 1})
-    assert evaluate(tmp_path / "run", "training.play_steps=3", "training.play_env_num=2") == 1
+    assert evaluate(tmp_path / "run", *SHORT) == 1
     assert capsys.readouterr().err == "eval: play_video.mp4: the process that draws frame 0 of 3 died\n"
     assert names(tmp_path / "run") == {"model_1.pt", "eval.json"}
 
@@ -162,7 +163,7 @@ def test_an_interrupt_while_drawing_leaves_no_half_file(
     monkeypatch.setattr("unilab.video.make_video", lambda *_: signal.raise_signal(signal.SIGTERM))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     write_run(tmp_path / "run", {"model_1.pt": 1})
-    assert evaluate(tmp_path / "run", "training.play_steps=1", "training.play_env_num=1") == 130
+    assert evaluate(tmp_path / "run", *SHORT) == 130
     assert capsys.readouterr().err == "eval: interrupted\n"
     assert names(tmp_path / "run") == {"model_1.pt", "eval.json"}
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -230,8 +231,11 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> RunCo
 def test_what_became_of_each_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = child(tmp_path, monkeypatch, 'echo "$@" > asked; touch eval.json play_video.mp4')
-    assert evaluation.evaluate_trained(config, tmp_path / "run") == ({"eval.json": "ok", "play_video.mp4": "ok"}, 0)
+    config = child(tmp_path, monkeypatch, 'echo "$@" > asked; touch eval.json policy.onnx play_video.mp4')
+    assert evaluation.evaluate_trained(config, tmp_path / "run") == (
+        {"eval.json": "ok", "policy.onnx": "ok", "play_video.mp4": "ok"},
+        0,
+    )
     asked = (tmp_path / "run" / "asked").read_text().strip()
     assert asked == f"-P -m unilab.eval {' '.join(ROUTE)} --load-run {tmp_path / 'run'}"
 
@@ -240,9 +244,9 @@ def test_the_reason_of_a_missing_file_is_kept_and_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = "echo a warning >&2; echo 'eval: play_video.mp4: the disk: full' >&2"
-    config = child(tmp_path, monkeypatch, f"touch eval.json; {said}; exit 1")
+    config = child(tmp_path, monkeypatch, f"touch eval.json policy.onnx; {said}; exit 1")
     found = evaluation.evaluate_trained(config, tmp_path / "run")
-    assert found == ({"eval.json": "ok", "play_video.mp4": "the disk: full"}, 1)
+    assert found == ({"eval.json": "ok", "policy.onnx": "ok", "play_video.mp4": "the disk: full"}, 1)
     assert capsys.readouterr().err == "a warning\neval: play_video.mp4: the disk: full\n"
 
 
@@ -251,7 +255,7 @@ def test_a_refusal_or_a_death_is_the_reason_of_every_missing_file(
 ) -> None:
     config = child(tmp_path, monkeypatch, "echo 'eval: no video: none' >&2; exit 3")
     reason = "no video: none"
-    expected = {"eval.json": reason, "play_video.mp4": reason}
+    expected = {"eval.json": reason, "policy.onnx": reason, "play_video.mp4": reason}
     assert evaluation.evaluate_trained(config, tmp_path / "run") == (expected, 1)
     (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
     found, code = evaluation.evaluate_trained(config, tmp_path / "run")
@@ -269,5 +273,5 @@ def test_an_interrupt_ends_the_child_too(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         timer.join()
         signal.signal(signal.SIGINT, previous)
-    assert found == ({"eval.json": "ok", "play_video.mp4": "interrupted"}, 130)
+    assert found == ({"eval.json": "ok", "policy.onnx": "interrupted", "play_video.mp4": "interrupted"}, 130)
     assert psutil.Process().children() == before
