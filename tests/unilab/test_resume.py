@@ -262,9 +262,8 @@ def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
     assert evaluation.main([*NAMES, "--load-run", "-1", "--episodes", "1"]) == 0
     newest = max(load_checkpoint(first.path).iteration, 27)
     printed = capsys.readouterr().out
-    assert re.search(
-        rf"^logs/sac/G1WalkFlat/run/model_{newest}.pt at iteration {newest}, \d+ env steps\n1 episodes", printed
-    )
+    where = f"logs/sac/G1WalkFlat/run/attempt-002/model_{newest}.pt at iteration {newest}, "
+    assert re.match(re.escape(where) + r"\d+ env steps\n1 episodes", printed)
 
 
 @pytest.mark.gpu
