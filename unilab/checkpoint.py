@@ -88,7 +88,7 @@ def contents(
     }
 
 
-def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, dict[str, Any]]:
+def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, Checkpoint]:
     """The configuration of a run and its newest checkpoint.
 
     Args:
@@ -107,7 +107,7 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
     trained = config.env.task_class()
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoint.content, expected, checkpoint.file)
-    return config, checkpoint.content
+    return config, checkpoint
 
 
 def find_run(run: Path | str, wanted: RunConfig) -> Path:

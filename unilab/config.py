@@ -59,6 +59,7 @@ NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
 TRANSPORTS = (AUTO, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 MAX_STATES = 1000
+PLAYBACK = tuple(f"training.{name}" for name in ("no_play", "export_onnx", "play_env_num", "play_steps"))
 
 
 @dataclass
@@ -79,8 +80,10 @@ class TrainingConfig:
         log_interval: iterations between written metrics; the last iteration is always written.
         log_root: parent of the generated run directory instead of `logs/<algo_log_name>`.
         log_dir: the exact run directory instead of a generated one.
-        no_play: skip video and export after training.
+        no_play: skip evaluation, video and export after training.
         export_onnx: export the policy after training.
+        play_env_num: robots in the video.
+        play_steps: control steps in the video, one frame each.
         trace_enabled: write a timeline of both processes and the device.
         record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none,
             1000 are the most.
@@ -107,6 +110,8 @@ class TrainingConfig:
     log_dir: str | None = None
     no_play: bool = False
     export_onnx: bool = True
+    play_env_num: int = 16
+    play_steps: int = 800
     trace_enabled: bool = False
     record_states: int = 0
     wandb_project: str = "unilab"
@@ -129,6 +134,8 @@ class TrainingConfig:
         require(
             0 <= self.record_states <= MAX_STATES, "training.record_states", f"0 to {MAX_STATES}", self.record_states
         )
+        for name in ("play_env_num", "play_steps"):
+            require(getattr(self, name) >= 1, f"training.{name}", "at least 1", getattr(self, name))
         require(self.nccl_transport in TRANSPORTS, TRANSPORT_KEY, " or ".join(TRANSPORTS), self.nccl_transport)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
         modes = "online, offline, disabled or null"
@@ -216,6 +223,33 @@ def restore_config(values: dict[str, Any]) -> RunConfig:
         raise ValueError(f"the saved configuration does not fit this version: {reason}") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def change_playback(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A saved configuration with other settings of what happens after training.
+
+    Args:
+        config: of the run.
+        overrides: `key=value` as for `load_config`.
+
+    Raises:
+        ValueError: one line naming what is wrong, also for a setting that says how the run was trained.
+    """
+    node: DictConfig = OmegaConf.structured(config)
+    for text in overrides:
+        checked, parsed = _checked(text, node), _parsed(text, node)
+        if parsed.key_or_group not in PLAYBACK:
+            raise ValueError(
+                f"{checked.removeprefix('++')!r} says how the run was trained; eval takes {', '.join(PLAYBACK)}"
+            )
+        try:
+            OmegaConf.update(node, parsed.key_or_group, parsed.value())
+        except OmegaConfBaseException as error:
+            raise ValueError(_one_line(error)) from None
+    changed = OmegaConf.to_object(node)
+    assert isinstance(changed, RunConfig)
+    changed.training.validate()
+    return changed
 
 
 def _schema(algo: type[AlgoConfig], task: TaskSchema) -> DictConfig:

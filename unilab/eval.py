@@ -1,37 +1,41 @@
-"""The `eval` command: deterministic episodes of a trained policy on the CPU, without observation noise."""
+"""The `eval` command: how a trained policy does, as numbers and as a video."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, POLICY_FILE
+from unilab.names import (
+    EVAL_FILE,
+    EXIT_FAILED,
+    EXIT_HOST_UNFIT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    POLICY_FILE,
+    STILL_FILE,
+    VIDEO_FILE,
+)
+from unilab.physics.process import child_environment, ending
 
 if TYPE_CHECKING:
+    from unilab.checkpoint import Checkpoint
     from unilab.config import RunConfig
+    from unilab.episodes import Evaluation
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Outcome of one episode per environment.
-
-    Attributes:
-        returns: sum of rewards, with the penalty factor of the checkpoint.
-        lengths: control steps.
-        falls: whether the robot fell.
-    """
-
-    returns: list[float]
-    lengths: list[int]
-    falls: list[bool]
+LEVEL = 0.95
+OK = "ok"
+PREFIX = "eval: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the newest checkpoint of a run and print what came out; returns the exit code.
+    """Evaluate the newest checkpoint of a run: print and write numbers, record a video; returns the exit code.
 
     Args:
         argv: arguments after the program's name; None takes the process's own.
@@ -39,86 +43,249 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="eval", description=__doc__, allow_abbrev=False)
     for name in ("algo", "task", "sim"):
         parser.add_argument(f"--{name}", required=True, help=f"{name} the run was trained with")
-    parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory, or -1: the latest")
-    parser.add_argument("--episodes", type=int, default=16, help="episodes, one per environment (default 16)")
-    args = parser.parse_args(argv)
-    from unilab.checkpoint import find_run, load_run
-    from unilab.config import load_config
+    parser.add_argument("--load-run", required=True, metavar="DIR", help="run directory, or -1: the latest")
+    parser.add_argument("--episodes", type=int, default=64, help="episodes, one per environment (default %(default)s)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
+    )
+    args = parser.parse_intermixed_args(argv)
+    previous = [(number, signal.signal(number, _interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        return _evaluate_run(args)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", EXIT_INTERRUPTED)
+    finally:
+        for number, handler in previous:
+            signal.signal(number, handler)
+
+
+def _interrupt_once(*_: object) -> None:
+    """What is half made is removed on the way out, and nothing interrupts that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _evaluate_run(args: argparse.Namespace) -> int:
+    from unilab.checkpoint import load_run
+    from unilab.config import change_playback
+    from unilab.episodes import evaluate
+    from unilab.run_dir import RunDirectory
+    from unilab.video import VideoError, find_renderer
 
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")
-        args.load_run = find_run(args.load_run, load_config(args.algo, args.task, args.sim, []))
         config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim)
+        config = change_playback(config, args.overrides)
+        renderer = None if config.training.no_play else find_renderer()
+        result = evaluate(config, checkpoint.content, args.episodes)
     except ValueError as error:
-        print(f"eval: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    result = evaluate(config, checkpoint, args.episodes)
-    count = len(result.returns)
-    print(f"{args.load_run} at iteration {checkpoint['iteration']}, {count} episodes without noise:")
-    print(f"  return          {sum(result.returns) / count:9.2f}")
-    print(f"  episode length  {sum(result.lengths) / count:9.1f}")
-    print(f"  falls           {sum(result.falls):6d} of {count}")
-    if config.training.export_onnx and not config.training.no_play:
-        return _export(config, checkpoint, args.load_run / POLICY_FILE)
-    return EXIT_OK
+        return _refuse(str(error), EXIT_USAGE)
+    except VideoError as error:
+        return _refuse(f"{error}; for the numbers alone add training.no_play=true", EXIT_HOST_UNFIT)
+    run, facts = checkpoint.file.parent, {**_identity(config, checkpoint), **summarize(result)}
+    print(f"{checkpoint.file} at iteration {checkpoint.iteration}, {checkpoint.env_steps} env steps")
+    print("\n".join(table(facts)), flush=True)
+    try:
+        RunDirectory(run).write_evaluation(facts)
+    except OSError as error:
+        return _refuse(f"{EVAL_FILE}: {error}", EXIT_FAILED)
+    return _make_files(config, checkpoint.content, run, renderer)
 
 
-def _export(config: RunConfig, checkpoint: dict[str, Any], path: Path) -> int:
-    """Write the policy; the exit code."""
+def _make_files(config: RunConfig, content: dict[str, Any], run: Path, renderer: str | None) -> int:
+    """The policy and the video of a run; the exit code."""
     from unilab.export import ExportError, export_policy
     from unilab.hardware import HostUnfit
+    from unilab.video import VideoError
 
-    try:
-        export_policy(config, checkpoint, path)
-    except (ExportError, HostUnfit, OSError) as error:
-        print(f"eval: {error}", file=sys.stderr)
-        return EXIT_HOST_UNFIT if isinstance(error, HostUnfit) else EXIT_FAILED
-    print(f"wrote {path}")
-    return EXIT_OK
+    makers: dict[str, Callable[[], None]] = {}
+    if POLICY_FILE in files_after_training(config):
+        makers[POLICY_FILE] = lambda: export_policy(config, content, run / POLICY_FILE)
+    if renderer is not None:
+        makers[VIDEO_FILE] = lambda: record_video(config, content, run, renderer)
+    code = EXIT_OK
+    for name, make in makers.items():
+        try:
+            make()
+            print(f"wrote {run / name}", flush=True)
+        except HostUnfit as error:
+            code = _refuse(f"{name}: {error}", EXIT_HOST_UNFIT)
+        except (OSError, ExportError, VideoError) as error:
+            code = _refuse(f"{name}: {str(error).removeprefix(f'no {name}: ')}", EXIT_FAILED)
+    return code
 
 
-def evaluate(config: RunConfig, checkpoint: dict[str, Any], episodes: int) -> Evaluation:
-    """Run one episode in each of `episodes` environments with the squashed mean action.
+def files_after_training(config: RunConfig) -> tuple[str, ...]:
+    """What `eval` makes of a run whose playback is wanted."""
+    if config.training.no_play:
+        return (EVAL_FILE,)
+    return (EVAL_FILE, *((POLICY_FILE,) if config.training.export_onnx else ()), VIDEO_FILE)
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"{PREFIX}{' '.join(message.splitlines())}", file=sys.stderr)
+    return code
+
+
+def _identity(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    from unilab.episodes import SEED
+    from unilab.provenance import versions
+
+    return {
+        "algo": config.algo.algo,
+        "task": config.training.task_name,
+        "checkpoint": {
+            "file": checkpoint.file.name,
+            "sha256": checkpoint.sha256,
+            "iteration": checkpoint.iteration,
+            "env_steps": checkpoint.env_steps,
+        },
+        "seed": SEED,
+        "versions": versions(),
+    }
+
+
+def summarize(result: Evaluation) -> dict[str, Any]:
+    """The measures of `eval.json`: means with their intervals, and the numbers of every episode."""
+    errors = {
+        "tracking_error_lin": (result.errors_lin, result.standing_lin),
+        "tracking_error_ang": (result.errors_ang, result.standing_ang),
+    }
+    return {
+        "episodes": len(result.returns),
+        "confidence_level": LEVEL,
+        "episode_return": mean_interval(result.returns),
+        "episode_length": mean_interval(result.lengths),
+        **{
+            name: {**mean_interval(values), "standing_still": sum(standing) / len(standing)}
+            for name, (values, standing) in errors.items()
+        },
+        "falls": share_interval(sum(result.falls), len(result.falls)),
+        "samples": {
+            "episode_return": result.returns,
+            "episode_length": result.lengths,
+            **{name: values for name, (values, _) in errors.items()},
+            "standing_error_lin": result.standing_lin,
+            "standing_error_ang": result.standing_ang,
+            "fall": result.falls,
+        },
+    }
+
+
+def mean_interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and Student's t interval of it; one value has no interval."""
+    import numpy as np
+    from scipy.stats import t
+
+    count, mean = len(values), float(np.mean(values))
+    if count < 2:
+        return {"mean": mean, "ci_low": None, "ci_high": None}
+    half = float(t.ppf((1 + LEVEL) / 2, count - 1) * np.std(values, ddof=1) / np.sqrt(count))
+    return {"mean": mean, "ci_low": mean - half, "ci_high": mean + half}
+
+
+def share_interval(count: int, total: int) -> dict[str, float | int]:
+    """Share and Wilson's interval of it."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(count, total).proportion_ci(LEVEL, method="wilson")
+    return {"count": count, "share": count / total, "ci_low": float(interval.low), "ci_high": float(interval.high)}
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    """The measures of `eval.json` as lines of text."""
+    episodes = facts["episodes"]
+    lines = [
+        f"{episodes} episodes without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
+    ]
+    for name, key, digits in (
+        ("return", "episode_return", 2),
+        ("episode length, control steps", "episode_length", 1),
+        ("planar velocity error, m/s", "tracking_error_lin", 3),
+        ("yaw rate error, rad/s", "tracking_error_ang", 3),
+    ):
+        found = facts[key]
+        still = f"   standing still {found['standing_still']:.{digits}f}" if "standing_still" in found else ""
+        lines.append(f"  {name:<30}{found['mean']:>9.{digits}f}  {_interval(found, digits)}{still}")
+    falls = facts["falls"]
+    share = {key: None if value is None else 100 * value for key, value in falls.items()}
+    lines.append(f"  {'falls':<30}{falls['count']:>4} of {episodes}  {share['share']:.1f} %  {_interval(share, 1)} %")
+    return lines
+
+
+def _interval(found: dict[str, Any], digits: int) -> str:
+    if found["ci_low"] is None:
+        return "[no interval of one episode]"
+    return f"[{found['ci_low']:.{digits}f}, {found['ci_high']:.{digits}f}]"
+
+
+def record_video(config: RunConfig, checkpoint: dict[str, Any], run: Path, renderer: str) -> None:
+    """Simulate robots anew, draw them, and put video and still into the directory of a run.
 
     Args:
-        config: the run's configuration; its observation noise is left out.
-        checkpoint: as `load_run` returns it.
-        episodes: environments.
+        config: the run, with the playback wanted.
+        checkpoint: content of one, as `load_run` returns it.
+        run: the directory.
+        renderer: from `unilab.video.find_renderer`.
+
+    Raises:
+        OSError: if nothing can be written there.
+        VideoError: if it cannot be drawn or encoded.
     """
-    import torch
+    from unilab.episodes import record
+    from unilab.video import Recording, make_video
 
-    from unilab.environment import Environment
-    from unilab.physics.mujoco_pool import MujocoPool
-    from unilab.state import StateRegistry
+    training = config.training
+    with tempfile.TemporaryDirectory(prefix=".play_", dir=run) as name:
+        folder = Path(name)
+        states, video, still = folder / "states.npz", folder / VIDEO_FILE, folder / STILL_FILE
+        qpos = record(config, checkpoint, training.play_env_num, training.play_steps)
+        Recording(config.env.task_class().scene, qpos, 1 / config.env.ctrl_dt).save(states)
+        make_video(states, video, still, renderer)
+        for file in (video, still):
+            file.replace(run / file.name)
 
-    env = replace(config.env, observation_noise=dict.fromkeys(config.env.observation_noise, 0.0))
-    device = torch.device("cpu")
-    task = replace(config, env=env).build_task(episodes, device)
-    generator = torch.Generator().manual_seed(config.algo.seed)
-    environment = Environment(task, episodes, device, generator, StateRegistry())
-    environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])
-    actor = config.algo.build_actor(task.obs_dim, task.action_dim)
-    actor.load_state_dict(checkpoint["actor"])
-    pool = MujocoPool(task.spec, episodes)
-    returns, lengths = torch.zeros(episodes), torch.zeros(episodes, dtype=torch.int64)
-    fell, running = torch.zeros(episodes, dtype=torch.bool), torch.ones(episodes, dtype=torch.bool)
-    environment.begin()
-    environment.episodes.steps.zero_()
-    while running.any():
-        with torch.no_grad():
-            environment.control(actor.deterministic(environment.obs))
-        pool.apply(environment.ctrl.numpy(), environment.codes.numpy(), environment.reset_rows.numpy())
-        pool.step()
-        pool.pack(environment.fields.numpy())
-        environment.draw()
-        environment.complete()
-        returns += torch.where(running, environment.reward, 0.0)
-        lengths += running
-        fell |= running & (environment.terminated | ~environment.valid)
-        running &= ~environment.finished
-        environment.restart(environment.finished)
-    return Evaluation(returns.tolist(), lengths.tolist(), fell.tolist())
+
+def evaluate_trained(config: RunConfig, run: Path) -> tuple[dict[str, str], int]:
+    """Evaluate a run that has just been trained, in a process of its own.
+
+    Args:
+        config: the run.
+        run: its directory.
+
+    Returns:
+        What became of each file by its name, `ok` or why it is not there, and the exit code.
+    """
+    from unilab.config import TASKS
+
+    (task,) = (name for name, task in TASKS.items() if task.name == config.training.task_name)
+    names = ["--algo", config.algo.algo, "--task", task, "--sim", config.training.sim_backend]
+    command = [sys.executable, "-P", "-m", "unilab.eval", *names, "--load-run", str(run.absolute())]
+    said: dict[str, str] = {}
+    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True) as child:
+        try:
+            _pass_on(child, said)
+            code = EXIT_FAILED if child.wait() else EXIT_OK
+        except KeyboardInterrupt:
+            child.terminate()  # where only this process was interrupted
+            child.communicate()
+            code = EXIT_INTERRUPTED
+    files = {name: OK if (run / name).is_file() else "" for name in files_after_training(config)}
+    otherwise = "interrupted" if code == EXIT_INTERRUPTED else said.get("", ending(child.returncode))
+    return {name: found or said.get(name, otherwise) for name, found in files.items()}, code
+
+
+def _pass_on(child: subprocess.Popen[str], said: dict[str, str]) -> None:
+    """Print what a child says, and keep its complaints by what they are about, the last one also under no name."""
+    assert child.stderr is not None
+    for line in child.stderr:
+        sys.stderr.write(line)
+        if line.startswith(PREFIX):
+            said[""] = line.removeprefix(PREFIX).strip()
+            name, _, reason = said[""].partition(": ")
+            said[name] = reason
 
 
 if __name__ == "__main__":

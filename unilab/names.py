@@ -19,11 +19,10 @@ ATTEMPT_PATTERN = "attempt-{number}"  # what a resumed run writes, the same file
 STATES_FILE = "physics_states.npz"
 MEETING_FILE = ".ranks"  # where several ranks meet, while they run
 EVAL_FILE = "eval.json"
+POLICY_FILE = "policy.onnx"
 VIDEO_FILE = "play_video.mp4"
 STILL_FILE = "play_still.png"
-POLICY_FILE = "policy.onnx"
 RUN_END_FILE = "run_end.json"
-POLICY_FILE = "policy.onnx"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
 # `dp_sync.mode` of manifest.json, where there are several ranks.

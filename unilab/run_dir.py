@@ -16,6 +16,7 @@ from unilab.names import (
     CHECKPOINT_PATTERN,
     COMMAND_FILE,
     CONFIG_FILE,
+    EVAL_FILE,
     MANIFEST_FILE,
     RUN_END_FILE,
     SCHEMA_VERSION,
@@ -81,6 +82,10 @@ class RunDirectory:
     def write_manifest(self, facts: dict[str, Any]) -> None:
         """Write `manifest.json`, what the run is made of while it runs."""
         self._write_json(MANIFEST_FILE, facts)
+
+    def write_evaluation(self, facts: dict[str, Any]) -> None:
+        """Write `eval.json`, how a checkpoint does."""
+        self._write_json(EVAL_FILE, facts)
 
     def write_end(self, facts: dict[str, Any]) -> None:
         """Write `run_end.json`, the last file of a run."""

@@ -108,9 +108,9 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         _require_packages(config)
         place = Place.prepare(config, ranks)
         resume = plan_resume(config, place.task, place.device) if config.algo.resume else None
-        directory = RunDirectory(
-            resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
-        )
+        path = resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
+        _check_playback(config)
+        directory = RunDirectory(path)
         mirror = _mirror(config, directory)
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
@@ -147,6 +147,26 @@ def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
     from unilab.wandb_log import start_wandb
 
     return start_wandb(config, directory.path) if config.training.logger == "wandb" else None
+
+
+def _check_playback(config: RunConfig) -> None:
+    """Refuse now what would fail after hours of training.
+
+    Raises:
+        ValueError: if there will be no checkpoint to evaluate.
+        HostUnfit: if no video can be made here.
+    """
+    from unilab.hardware import HostUnfit
+    from unilab.video import VideoError, find_renderer
+
+    if config.training.no_play:
+        return
+    if config.algo.save_interval < 0:
+        raise ValueError("algo.save_interval=-1 leaves no policy to evaluate; add training.no_play=true to go without")
+    try:
+        find_renderer()
+    except VideoError as error:
+        raise HostUnfit(f"{error}; add training.no_play=true to go without") from None
 
 
 def _say_what_runs(place: Place, devices: int) -> None:
@@ -206,9 +226,12 @@ def _run(
     meeting = directory.path / MEETING_FILE
     entries = () if place.ranks.launched else place.ranks.entries
 
-    def write_end(status: str, cause: BaseException | None) -> None:
-        facts = _end_facts(runner or checkpoint, log, status, cause, time.monotonic() - began, redact)
-        directory.write_end(facts | {"startup_seconds": runner.startup_seconds if runner else None})
+    def write_end(
+        status: str, cause: BaseException | None, ended: float, artifacts: dict[str, str] | None = None
+    ) -> None:
+        facts = _end_facts(runner or checkpoint, log, status, cause, ended - began, redact)
+        facts["startup_seconds"] = runner.startup_seconds if runner else None
+        directory.write_end(facts | {"artifacts": redact(artifacts)})
 
     status, cause = COMPLETED, None  # type: str, BaseException | None
     try:
@@ -231,9 +254,13 @@ def _run(
         status, cause = INTERRUPTED, interrupt
     except BaseException as failure:  # SystemExit too: the terminal view raises it when its reader is gone
         status, cause = FAILED, failure
+    ended = time.monotonic()
+    artifacts, code = None, EXIT_OK
+    if status == COMPLETED and not config.training.no_play:
+        artifacts, code = _play(config, directory.path)
     with _deaf():
-        write_end(status, cause)
-        code = _conclude(config, directory, status, cause)
+        write_end(status, cause, ended, artifacts)
+        code = _conclude(config, directory, status, cause) or code
     if mirror is not None:  # last: what it waits for is the network
         mirror.close(code)
     return code
@@ -251,9 +278,9 @@ def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:
     return choose_transport(ranks.entries, place.config.training.nccl_transport, environment)
 
 
-def _write_failure(write_end: Callable[[str, BaseException | None], None], message: str) -> None:
+def _write_failure(write_end: Callable[[str, BaseException, float], None], message: str) -> None:
     """The end of a run whose process hangs, of another rank's failure."""
-    write_end(FAILED, RuntimeError(message))
+    write_end(FAILED, RuntimeError(message), time.monotonic())
 
 
 def _view(place: Place) -> TerminalView:
@@ -291,11 +318,24 @@ def _end_facts(
     }
 
 
+def _play(config: RunConfig, directory: Path) -> tuple[dict[str, str], int]:
+    """Numbers and video of what was trained: what became of each file, and the exit code. No failure of the run."""
+    from unilab.eval import OK, evaluate_trained, files_after_training
+
+    try:
+        print("evaluating and recording (not with training.no_play=true)", flush=True)
+        artifacts, code = evaluate_trained(config, directory)
+    except OSError as error:  # nobody reads what is printed any more, or no process can be started
+        artifacts, code = dict.fromkeys(files_after_training(config), str(error)), EXIT_FAILED
+    missing = [name for name, found in artifacts.items() if found != OK]
+    if missing:
+        print(f"train: the training is complete, but there is no {' and no '.join(missing)}", file=sys.stderr)
+    return artifacts, code
+
+
 def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: BaseException | None) -> int:
     if status == COMPLETED:
         print(f"completed {config.algo.max_iterations} iterations in {directory.path}")
-        if not config.training.no_play:
-            print("no video and no policy.onnx: playback and export are not part of this version")
         return EXIT_OK
     if status == INTERRUPTED:
         print(f"interrupted; what was written stays in {directory.path}", file=sys.stderr)

@@ -207,7 +207,7 @@ def test_a_run_is_loaded_by_minus_one_too(tmp_path: Path, monkeypatch: pytest.Mo
     write(path / "model_4.pt", 4, **entry)
     write(path / "attempt-002" / "model_6.pt", 6, **entry)
     _, checkpoint = load_run(Path("-1"), "sac", "g1_walk_flat", "mujoco")
-    assert checkpoint["iteration"] == 6
+    assert checkpoint.iteration == 6
 
 
 def test_the_run_of_an_attempt_is_the_folder_around_it(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from unilab import eval as evaluation
 from unilab import export, train
+from unilab.checkpoint import Checkpoint
 from unilab.config import RunConfig, load_config
 from unilab.environment import Environment
+from unilab.episodes import Evaluation
 from unilab.export import ExportError, describe_policy, export_actor, export_policy, missing_for_export
 from unilab.hardware import HostUnfit
 from unilab.learner import Actor
@@ -353,15 +355,20 @@ def test_eval_exports_after_the_evaluation(
             raise failure
 
     config = load_config("sac", "g1_walk_flat", "mujoco", overrides)
-    monkeypatch.setattr("unilab.checkpoint.load_run", lambda *_: (config, {"iteration": 1}))
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: evaluation.Evaluation([1.0], [1], [False]))
+    loaded = Checkpoint(tmp_path / "model_1.pt", "0" * 64, {"iteration": 1, "env_steps": 2})
+    result = Evaluation([1.0], [1], [False], *([0.0] for _ in range(4)))  # type: ignore[arg-type]
+    monkeypatch.setattr("unilab.checkpoint.load_run", lambda *_: (config, loaded))
+    monkeypatch.setattr("unilab.episodes.evaluate", lambda *_: result)
+    monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
+    monkeypatch.setattr(evaluation, "record_video", lambda *_: None)
     monkeypatch.setattr(export, "export_policy", note)
     names = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
     assert evaluation.main([*names, "--load-run", str(tmp_path)]) == code
     assert paths == ([tmp_path / "policy.onnx"] if written else [])
     printed = capsys.readouterr()
-    assert printed.err == (f"eval: {failure}\n" if failure is not None else "")
-    assert ("wrote" in printed.out) == (written and failure is None)
+    reason = str(failure).removeprefix("no policy.onnx: ")
+    assert printed.err == (f"eval: policy.onnx: {reason}\n" if failure is not None else "")
+    assert ("policy.onnx" in printed.out) == (written and failure is None)
 
 
 def test_every_key_of_the_metadata_is_documented(exported: Exported) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -260,7 +261,9 @@ def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
     shutil.copytree(first.path, "logs/sac/G1WalkFlat/run")
     assert evaluation.main([*NAMES, "--load-run", "-1", "--episodes", "1"]) == 0
     newest = max(load_checkpoint(first.path).iteration, 27)
-    assert f"logs/sac/G1WalkFlat/run at iteration {newest}, 1 episodes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    where = f"logs/sac/G1WalkFlat/run/attempt-002/model_{newest}.pt at iteration {newest}, "
+    assert re.match(re.escape(where) + r"\d+ env steps\n1 episodes", printed)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -32,6 +32,7 @@ from unilab.run_dir import RunDirectory
 from unilab.runner import Runner
 from unilab.scripts import train_sac
 from unilab.train import main
+from unilab.video import VideoError, find_renderer
 
 NAMES = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
 SMALL = [
@@ -179,6 +180,7 @@ def test_a_completed_run_is_whole(run: Run) -> None:
     assert run.names == FILES | {"events", "model_15.pt"}
     end = run.end
     expected = {"status": "completed", "final_env_steps": 192, "iterations": 15, "event_count": 15, "exception": None}
+    expected["artifacts"] = None  # of training.no_play=true
     assert {key: end[key] for key in expected} == expected
     assert set(end) == {*expected, "schema_version", "wall_seconds", "startup_seconds"}
     assert 0 < end["wall_seconds"] < 120
@@ -301,14 +303,13 @@ def test_another_seed_is_another_run(run: Run, train: Callable[..., Run]) -> Non
 
 
 def test_checkpoints_and_records_at_intervals(train: Callable[..., Run]) -> None:
-    found = train("algo.save_interval=6", "training.log_interval=7", "training.no_play=false")
+    found = train("algo.save_interval=6", "training.log_interval=7")
     assert found.code == 0
     assert found.names == FILES | {"events", "model_6.pt", "model_12.pt", "model_15.pt"}
     assert found.checkpoint(6)["iteration"] == 6
     assert [event.step for event in found.events] == [128, 184, 192]
     assert [line["iteration"] for line in found.progress] == [7, 14, 15]
     assert found.end["event_count"] == 3
-    assert "no video and no policy.onnx" in found.out
     assert found.out.startswith("SMOKE: ")
 
 
@@ -317,6 +318,79 @@ def test_no_checkpoint_and_no_events_when_none_are_wanted(train: Callable[..., R
     assert found.code == 0
     assert found.names == FILES
     assert (found.end["event_count"], len(found.progress)) == (0, 3)
+
+
+# --- evaluation and video afterwards ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def renderer() -> str:
+    try:
+        return find_renderer()
+    except VideoError as error:
+        pytest.skip(str(error))
+
+
+def test_a_run_is_evaluated_and_recorded_before_its_end_is_written(train: Callable[..., Run], renderer: str) -> None:
+    found = train(
+        "training.no_play=false", "training.play_steps=1", "training.play_env_num=1", "training.export_onnx=false"
+    )
+    assert found.code == 0
+    assert found.names == FILES | {"events", "model_15.pt", "eval.json", "play_video.mp4", "play_still.png"}
+    assert found.end["artifacts"] == {"eval.json": "ok", "play_video.mp4": "ok"}
+    assert found.json("eval.json")["checkpoint"]["iteration"] == 15
+    written = {name: (found.path / name).stat().st_mtime for name in ("eval.json", "play_video.mp4", "run_end.json")}
+    assert max(written, key=lambda name: written[name]) == "run_end.json"
+    assert "64 episodes without noise" in found.out
+
+
+@pytest.mark.parametrize("code", [1, 130])
+def test_a_file_that_is_missing_afterwards_is_no_failure_of_training(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def late(*_: object) -> tuple[dict[str, str], int]:
+        time.sleep(1.5)
+        return {"eval.json": "ok", "play_video.mp4": "the disk: full"}, code
+
+    monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
+    monkeypatch.setattr("unilab.eval.evaluate_trained", late)
+    began = time.monotonic()
+    found = train("training.no_play=false", "algo.max_iterations=3")
+    assert found.code == code
+    assert (found.end["status"], found.end["exception"]) == ("completed", None)
+    assert found.end["artifacts"] == {"eval.json": "ok", "play_video.mp4": "the disk: full"}
+    assert found.err == "train: the training is complete, but there is no play_video.mp4\n"
+    assert found.end["wall_seconds"] < time.monotonic() - began - 1.5
+
+
+def test_the_end_is_recorded_where_nobody_reads_what_is_printed(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
+    monkeypatch.setattr("unilab.eval.evaluate_trained", broken)
+    found = train("training.no_play=false", "algo.max_iterations=3")
+    assert (found.code, found.end["status"]) == (1, "completed")
+    assert found.end["artifacts"] == dict.fromkeys(("eval.json", "policy.onnx", "play_video.mp4"), "Broken pipe")
+
+
+def test_no_run_begins_where_no_video_can_be_made(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "nonsense")
+    found = train("training.no_play=false")
+    assert (found.code, found.path.exists()) == (3, False)
+    assert found.err.startswith("train: no video can be made here: MUJOCO_GL=nonsense does not draw (")
+    assert found.err.endswith("; add training.no_play=true to go without\n")
+    assert found.err.count("\n") == 1
+
+
+def test_no_run_begins_that_leaves_nothing_to_evaluate(train: Callable[..., Run]) -> None:
+    found = train("training.no_play=false", "algo.save_interval=-1")
+    assert (found.code, found.path.exists()) == (2, False)
+    assert found.err == (
+        "train: algo.save_interval=-1 leaves no policy to evaluate; add training.no_play=true to go without\n"
+    )
 
 
 # --- how a run ends --------------------------------------------------------------------------------------------------
