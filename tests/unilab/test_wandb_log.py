@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from unilab.event_log import Record
 from unilab.train import main
 from unilab.wandb_log import WandbLog, run_settings
 
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
 NAMES = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
 TINY = [
     "training.smoke=true",
