@@ -19,7 +19,7 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
 
     Raises:
         ValueError: if there is no such run, it was trained on something else, a checkpoint cannot be read, or the
-            newest one's actor is not the configuration's.
+            newest one's actor is not the configuration's, or cannot be built any more.
     """
     wanted = load_config(algo, task, sim, [])
     path = directory / CONFIG_FILE
@@ -40,6 +40,7 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
             raise ValueError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from None
     newest = max(checkpoints, key=lambda file: checkpoints[file]["iteration"])
     trained = config.env.task_class()
+    config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoints[newest], expected, newest)
     return config, checkpoints[newest]

@@ -189,19 +189,20 @@ class Normalizer:
     """Brings the parameters of a network's layers back to their norms.
 
     Args:
-        network: all its parameters belong to a `Layer`.
+        network: what belongs to no `Layer` stays as it is.
     """
 
     def __init__(self, network: nn.Module) -> None:
+        places = {parameter: place for place, parameter in enumerate(network.parameters())}
         layers = [layer for layer in network.modules() if isinstance(layer, Layer)]
-        self._plan = [(layer.normalized, len(list(layer.parameters(recurse=False)))) for layer in layers]
-        assert sum(count for _, count in self._plan) == len(list(network.parameters()))
+        self._plan = [(layer.normalized, [places[p] for p in layer.parameters(recurse=False)]) for layer in layers]
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """What takes the place of `values`, one for each parameter in the order of `network.parameters()`."""
-        normalised: list[Tensor] = []
-        for normalized, count in self._plan:
-            normalised += normalized(values[len(normalised) : len(normalised) + count])
+        normalised = list(values)
+        for normalized, places in self._plan:
+            for place, value in zip(places, normalized([normalised[place] for place in places]), strict=True):
+                normalised[place] = value
         return normalised
 
 

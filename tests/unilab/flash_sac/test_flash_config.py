@@ -81,8 +81,8 @@ def test_a_saved_configuration_comes_back_with_its_own_schema() -> None:
         ("algo.algo=sac", "algo.algo must be flashsac (the --algo option chooses), got 'sac'"),
         ("algo.algo_params.n_step=3", "algo.algo_params.n_step must be 1, returns of more steps are not supported"),
         (
-            "algo.algo_params.actor_config={builder:a.b}",
-            "algo.algo_params.actor_config must be null, actors of one's own are not part of this version, got",
+            "algo.algo_params.actor_config={builder:a.b,width:3}",
+            "algo.algo_params.actor_config: unknown entry 'width'; there is builder and kwargs",
         ),
         ("algo.algo_params.amp_dtype=fp16", "algo.algo_params.amp_dtype must be auto or bf16, got 'fp16'"),
         ("algo.algo_params.critic_max_v=-5", "algo.algo_params.critic_max_v must be finite and above -5.0, got -5.0"),
@@ -182,4 +182,4 @@ def test_two_ranks_learn_as_one_and_keep_their_statistics(tmp_path: Path) -> Non
     local = checks["rank_local_buffers"]["detail"]
     assert "actor.trunk.norm.running_mean" in local and "critic_target.trunk.blocks.1.down_norm.running_var" in local
     assert checks["gradient_of_joined_batch"]["required"] is False
-    assert found["settings"] == {"algo": "flashsac", "compile_loss": False}
+    assert found["settings"] == {"algo": "flashsac", "compile_loss": False, "overrides": []}
