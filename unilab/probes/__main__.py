@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {**os.environ, **transport.variables}
     overrides = tuple(arguments.overrides)
     setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo, overrides)
+    learner = {"algo": arguments.algo, "overrides": list(overrides)} if arguments.probe == "correctness" else {}
     run: Probe = import_module(PROBES[arguments.probe]).run
     try:
         checks, measurements = run(setting)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=_device_names(len(entries), arguments.smoke),
         versions=_versions(entries, arguments.smoke),
         transport=transport.name,
-        settings={"algo": arguments.algo, "compile_loss": arguments.compile_loss, "overrides": list(overrides)},
+        settings={"compile_loss": arguments.compile_loss, **learner},
         seconds=time.monotonic() - began,
         checks=tuple(checks),
         measurements=tuple(measurements),
