@@ -171,7 +171,8 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         metavar="A,B",
-        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss (default: all)",
+        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss,inductor-loss+graph,eager-reads "
+        "(default: all)",
     )
     parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
 
