@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from unilab.actor_semantics import describe_actor, verify_actor
+from unilab.algorithm import CUSTOM
 from unilab.config import RunConfig, load_config, restore_config
+from unilab.learner import Actor
 from unilab.names import CHECKPOINT_PATTERN, CONFIG_FILE
 
 
@@ -43,4 +45,17 @@ def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig
     config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoints[newest], expected, newest)
+    if expected["kind"] == CUSTOM:
+        _check_weights(config.algo.build_actor(trained.obs_dim, trained.action_dim), checkpoints[newest], newest)
     return config, checkpoints[newest]
+
+
+def _check_weights(actor: Actor, checkpoint: dict[str, Any], file: Path) -> None:
+    """Refuse weights that do not fit, as where an actor's source changed and its name and arguments did not."""
+    own = {name: tuple(value.shape) for name, value in actor.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in checkpoint["actor"].items()}
+    for name in sorted(own.keys() | found.keys()):
+        shapes = found.get(name, "absent"), own.get(name, "absent")
+        if shapes[0] != shapes[1]:
+            apart = f"actor.{name} is {shapes[0]}, the actor that its builder makes now has {shapes[1]}"
+            raise ValueError(f"{file}: {apart}; no weight was restored; the source it was trained with is needed")
