@@ -210,6 +210,26 @@ def test_the_built_in_actor_as_ones_own_learns_alike() -> None:
     assert differences(*states) == []
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
+def test_the_compiler_takes_it_as_one_graph() -> None:
+    """Without Inductor, whose code is a GPU's matter: traced forward and backward do what eager code does."""
+    torch._dynamo.reset()
+    states = []
+    for traced in (False, True):
+        rig = begun("Normalised")
+        if traced:
+            for name, function in (("_actor_objective", "_judge_actor"), ("_next_action", "_sample")):
+                given = getattr(rig.learner, function)
+                setattr(rig.learner, name, torch.compile(given, backend="aot_eager", fullgraph=True, dynamic=False))
+        for _ in range(2):
+            rig.tick()
+        states.append(rig.registry.snapshot())
+    torch._dynamo.reset()
+    eager, found = states
+    for name in eager:
+        torch.testing.assert_close(found[name], eager[name], rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+
+
 def test_the_entry_of_a_checkpoint_and_its_refusals() -> None:
     entry = describe_actor(settings("Plain"), 98, 29)
     assert entry == {

@@ -132,7 +132,8 @@ class FlashSacConfig(AlgoConfig):
         low, high = params.critic_min_v, params.critic_max_v
         require(-math.inf < low < high < math.inf, f"{PARAMS}.critic_max_v", f"finite and above {low!r}", high)
         require(params.n_step == 1, f"{PARAMS}.n_step", "1, returns of more steps are not supported", params.n_step)
-        _ = self._custom_actor
+        if params.actor_config is not None:
+            ActorSpec.parse(params.actor_config)
 
     def at_rest(self) -> FlashSacConfig:
         """The same with learning rates of 0."""
