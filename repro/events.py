@@ -23,6 +23,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE, masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
+from unilab.names import ATTEMPT_PATTERN
+
 _EVENT_FILE_MARK = "tfevents"
 _HEADER = struct.Struct("<QI")  # payload length, masked CRC32C of the eight length bytes
 _CHECKSUM = struct.Struct("<I")  # masked CRC32C of the payload
@@ -144,7 +146,7 @@ def find_event_file(run_dir: Path) -> Path:
         raise Refusal(
             Reason.NO_EVENT_FILE, f"{run_dir.resolve().name} has no *{_EVENT_FILE_MARK}* file; was the logger on?"
         )
-    attempts = sorted(path for path in run_dir.glob("attempt-*") if path.is_dir())
+    attempts = sorted(path for path in run_dir.glob(ATTEMPT_PATTERN.format(number="*")) if path.is_dir())
     if len(found) + len(attempts) > 1:
         if not attempts and all(path.parent != run_dir for path in found):
             raise Refusal(
@@ -153,11 +155,9 @@ def find_event_file(run_dir: Path) -> Path:
                 f"name one run, for example {found[0].parent}",
             )
         listed = ", ".join(path.relative_to(run_dir).as_posix() for path in found + attempts)
-        raise Refusal(
-            Reason.SEVERAL_RUNS,
-            f"{run_dir.resolve().name} should hold one event file and nothing of another run, found: {listed}; "
-            "give each run a directory of its own",
-        )
+        instead = f"measure {attempts[-1].name} by itself" if attempts else "give each run a directory of its own"
+        what = f"{run_dir.resolve().name} should hold one event file and nothing of another run, found: {listed}"
+        raise Refusal(Reason.SEVERAL_RUNS, f"{what}; {instead}")
     if found[0].parent != run_dir:
         raise Refusal(
             Reason.NO_EVENT_FILE,

@@ -13,6 +13,7 @@ from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
 from repro.errors import UsageError
+from repro.evaluation import Evaluation, read_evaluation
 from repro.events import Reason, Refusal
 from repro.foreign_run import NO_CEILING, measure_foreign
 from repro.host import Host
@@ -43,6 +44,7 @@ NOT_AS_PLANNED = "not_as_planned"
 MISSING_PROVENANCE = "missing_provenance"
 OTHER_CODE = "other_code"
 COPIED_EVENTS = "copied_events"
+NO_EVALUATION = "no_evaluation"
 EVENT_FILE_MARK = "tfevents"
 GIT_FACTS = ("commit", "dirty", "diff_sha256")
 # Settings of a run that say where it runs, not what it does.
@@ -74,6 +76,7 @@ class CellEvidence:
         fingerprint: What must be equal within a group: commit, difference, source hash, versions. None without a run.
         has_run: Whether there is a run directory.
         learning: Its learning curves, or None where the matrix is not about learning.
+        evaluation: What its policy does without exploration, or None where the matrix does not ask.
         ceiling: Env steps/s of the physics alone, or None.
         ceiling_reason: Why a ceiling that the matrix asks for is missing, or None.
         config: The run's resolved settings, or None without a number.
@@ -86,6 +89,7 @@ class CellEvidence:
     fingerprint: Mapping[str, str] | None
     has_run: bool
     learning: Learning | None = None
+    evaluation: Evaluation | None = None
     ceiling: float | None = None
     ceiling_reason: str | None = None
     config: Mapping[str, Any] | None = None
@@ -228,7 +232,7 @@ def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | 
         return verdict("host_unfit", entry.reason)
     if entry.exit_code != EXIT_OK:
         return verdict("failed", entry.reason)
-    return _measured_foreign(out_dir, plan, cell) if cell.foreign else _measured(out_dir, plan, cell)
+    return _measured_foreign(out_dir, plan, cell) if cell.foreign else _measured(out_dir, plan, cell, entry)
 
 
 def _measured_foreign(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
@@ -243,7 +247,7 @@ def _measured_foreign(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     return CellEvidence(cell, status, None, throughput, None, has_run=True, ceiling_reason=missing)
 
 
-def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
+def _measured(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:
     run_dir = out_dir / cell.run
     try:
         throughput = measure(run_dir)
@@ -259,6 +263,13 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     wrong = _wrong_command(plan, cell, command)
     if wrong is not None:
         return CellEvidence(cell, "refused", wrong, None, None, True)
+    evaluation = None
+    if plan.matrix.evaluate and not cell.warmup:
+        try:
+            evaluation = _evaluation(run_dir, plan, entry, throughput)
+        except ValueError as error:
+            reason = f"{NO_EVALUATION}: {relative_text(str(error), out_dir)}"
+            return CellEvidence(cell, "refused", reason, None, None, True)
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
     ceiling, missing = None, None
     if plan.matrix.ceiling and not cell.warmup:
@@ -271,10 +282,22 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
         fingerprint(command),
         has_run=True,
         learning=learning,
+        evaluation=evaluation,
         ceiling=ceiling,
         ceiling_reason=None if missing is None else relative_text(missing, out_dir),
         config=config,
     )
+
+
+def _evaluation(run_dir: Path, plan: Plan, entry: Entry, throughput: Throughput) -> Evaluation:
+    """The evaluation that a learning matrix asks for.
+
+    Raises:
+        ValueError: If there is none of this run's policy.
+    """
+    if entry.no_evaluation is not None:
+        raise ValueError(entry.no_evaluation)
+    return read_evaluation(run_dir, plan.matrix, int(throughput.steps[-1]))
 
 
 def relative_text(text: str, out_dir: Path) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from repro import text
 from repro.learning import WALKING_LENGTH
 from repro.matrix import Comparison, Matrix, Metric
-from repro.result import CellResult, ComparisonResult, GroupResult, LearningResult, Result
+from repro.result import CellResult, ComparisonResult, EvaluationResult, GroupResult, LearningResult, Result
 
 VERDICT_WORDS = {
     "improved": "faster, beyond the noise",
@@ -97,6 +97,8 @@ def _leads(found: ComparisonResult) -> bool:
 
 def learning_sentence(found: LearningResult, case: str) -> str:
     """Whether a policy walks, and the numbers that say so; one that does not begins with that."""
+    if found.evaluation is not None:
+        return _evaluated_sentence(found, found.evaluation, case)
     if found.episode_length is None:
         return f"`{case}` does not walk: no episode ended (seed {found.seed})."
     length = f"mean episode length {text.number(found.episode_length, 1)} control steps"
@@ -105,6 +107,20 @@ def learning_sentence(found: LearningResult, case: str) -> str:
     if not found.walks:
         return f"`{case}` does not walk: {length}, {WALKING_LENGTH:g} are needed ({trained})."
     return f"`{case}` walks: {length} ({trained})."
+
+
+def _evaluated_sentence(found: LearningResult, asked: EvaluationResult, case: str) -> str:
+    """The same of a policy that was evaluated without exploration."""
+    error, falls = asked.tracking_error_lin, text.count_of(asked.falls.count, "fall")
+    length = f"{asked.episodes} episodes last {text.number(asked.episode_length.mean, 1)} control steps, {falls}"
+    still = f"{text.number(error.standing_still, 2)} standing still"
+    wrong = f"planar velocity error {text.number(error.mean, 2)} m/s, {still}"
+    trained = f"{text.rate(found.env_steps)} env steps in {text.duration(found.wall_seconds)}, seed {found.seed}"
+    if found.walks:
+        return f"`{case}` walks: {length}; {wrong} ({trained})."
+    if not asked.stays_up:
+        return f"`{case}` does not walk: {length}, {WALKING_LENGTH:g} steps are needed; {wrong} ({trained})."
+    return f"`{case}` does not follow its command: {wrong}, surely under half of that is needed; {length} ({trained})."
 
 
 def case_of(result: Result, found: LearningResult) -> str:

@@ -45,6 +45,7 @@ class Entry(Strict):
         reason: Why the cell or probe did not end well, or None.
         redacted: Files of the run directory in which names or paths were replaced.
         samples: Lines of the cell's telemetry.
+        no_evaluation: Why the cell's policy could not be evaluated, or None.
     """
 
     event: Event
@@ -57,6 +58,7 @@ class Entry(Strict):
     reason: str | None = None
     redacted: tuple[str, ...] | None = None
     samples: Annotated[int, Field(ge=0)] | None = None
+    no_evaluation: str | None = None
 
     @field_validator("time")
     @classmethod
@@ -84,6 +86,7 @@ class Journal:
         reason: str | None = None,
         redacted: tuple[str, ...] | None = None,
         samples: int | None = None,
+        no_evaluation: str | None = None,
     ) -> Entry:
         """Append one entry and return it; see `Entry` for the fields."""
         entry = Entry(
@@ -97,6 +100,7 @@ class Journal:
             reason=reason,
             redacted=redacted,
             samples=samples,
+            no_evaluation=no_evaluation,
         )
         line = json.dumps(entry.model_dump(mode="json", exclude_none=True), ensure_ascii=False, allow_nan=False) + "\n"
         with self._path.open("ab") as file:

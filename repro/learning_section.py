@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from repro import text
+from repro.evaluation import Summary
 from repro.evidence import Evidence
 from repro.figures import LEARNING_FIGURES, learning_figures
 from repro.headline import case_of
 from repro.learning import WALKING_LENGTH, tenth
 from repro.matrix import Matrix
-from repro.result import LearningResult, Result
+from repro.result import FOLLOWING, LearningResult, Result
 from repro.text import count_of, markdown_table
+from unilab.names import STILL_FILE
 
 NO_SPREAD = "One run has no spread, so a difference between cases is no finding."
 
@@ -27,6 +29,13 @@ def learning_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "walking": f"{WALKING_LENGTH:g}",
         "spread": _spread(result),
         "figures": [(name, " and ".join(LEARNING_FIGURES[name].values())) for name in learning_figures(evidence)],
+        "evaluation": _evaluation_table(result),
+        "following": text.percent(FOLLOWING),
+        "stills": [
+            (f"{item.cell.run}/{STILL_FILE}", item.cell.case)
+            for item in evidence.cells
+            if f"{item.cell.run}/{STILL_FILE}" in evidence.inputs
+        ],
         "without_errors": ", ".join(f"`{case}`" for case in dict.fromkeys(without)),
     }
 
@@ -60,6 +69,37 @@ def _table(result: Result) -> str:
         for found in result.learning
     ]
     return markdown_table(headers, rows, "lrlrrrrrrr")
+
+
+def _evaluation_table(result: Result) -> str:
+    """What policies do without exploration; empty where none was evaluated."""
+    headers = (
+        *("case", "seed", "episodes", "return", "length", "falls", "share of falls"),
+        *("velocity error, m/s", "standing still", "yaw rate error, rad/s", "standing still"),
+    )
+    rows = []
+    for found in result.learning:
+        asked = found.evaluation
+        if asked is None:
+            continue
+        lin, ang, falls = asked.tracking_error_lin, asked.tracking_error_ang, asked.falls
+        rows.append(
+            [
+                *(case_of(result, found), str(found.seed), str(asked.episodes)),
+                *(_mean(asked.episode_return, 1), _mean(asked.episode_length, 1)),
+                *(str(falls.count), f"{text.percent(falls.share)} {text.interval(falls.ci_low, falls.ci_high, '.1%')}"),
+                *(_mean(lin, 3), text.number(lin.standing_still, 3)),
+                *(_mean(ang, 3), text.number(ang.standing_still, 3)),
+            ]
+        )
+    return markdown_table(headers, rows, "lr" + "r" * 9) if rows else ""
+
+
+def _mean(found: Summary, digits: int) -> str:
+    mean = text.number(found.mean, digits)
+    if found.ci_low is None or found.ci_high is None:
+        return mean
+    return f"{mean} {text.interval(found.ci_low, found.ci_high, f',.{digits}f')}"
 
 
 def _spread(result: Result) -> str:

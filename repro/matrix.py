@@ -32,7 +32,7 @@ AB_MATRIX = "ab"  # the one that `repro ab` makes
 Workers = Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all_but_one", "all", "auto"]
 FIXED_WORK = ("algo.num_envs", "algo.batch_size")  # what all ranks together keep in strong scaling
 MOST_RANKS = 1024
-MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS = 10**9, 10**4, 1e9
+MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS, MOST_EPISODES = 10**9, 10**4, 1e9, 4096
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(plain_line)]
@@ -40,6 +40,8 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
+NO_CHECKPOINT = "algo.save_interval=-1"
+OPTIONAL = ("learning", "evaluate", "strong", "probes")  # keys of a matrix that most do not have
 TRACE_OVERRIDE = "training.trace_enabled=true"  # what --trace adds to every run
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
@@ -166,6 +168,7 @@ class Matrix(Strict):
         reason: The question it answers.
         smoke: Runs the trainer's CPU smoke mode; never a benchmark.
         learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
+        evaluate: Episodes without exploration that each policy of a learning matrix is judged by; 0 judges none.
         strong: All cases have the same environments and batch in all, however many ranks share them: strong scaling.
         algo: Algorithm of every case.
         task: Task of every case.
@@ -190,6 +193,7 @@ class Matrix(Strict):
     reason: Reason
     smoke: bool
     learning: bool = False
+    evaluate: Annotated[int, Field(ge=0, le=MOST_EPISODES)] = 0
     strong: bool = False
     algo: Name
     task: Name
@@ -254,13 +258,20 @@ class Matrix(Strict):
                 f"learning = true, but comparison {self.comparisons[0].name!r} compares rates; "
                 "a learning matrix gives no verdict on speed, take it out"
             )
+        if self.evaluate and not self.learning:
+            raise ValueError(f"evaluate = {self.evaluate} is for a learning report; set learning = true")
+        for case in self.cases if self.evaluate else ():
+            if NO_CHECKPOINT in (*self.overrides, *case.overrides):
+                raise ValueError(
+                    f"evaluate = {self.evaluate} needs the weights of {case.name!r}; take out {NO_CHECKPOINT}"
+                )
         return self
 
     @model_serializer(mode="wrap")
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what older files do not have, so that their bytes stay what they were."""
         content: dict[str, Any] = serialize(self)
-        return {key: value for key, value in content.items() if value or key not in ("learning", "strong", "probes")}
+        return {key: value for key, value in content.items() if value or key not in OPTIONAL}
 
     @model_validator(mode="after")
     def _fixed_work(self) -> Self:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from statistics import geometric_mean
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from repro import stats
+from repro.evaluation import Evaluation, Measures, measures
 from repro.evidence import CellEvidence, Evidence, mixed_cases
 from repro.host import Host
 from repro.learning import WALKING_LENGTH
@@ -15,6 +18,7 @@ from repro.noise import NoiseResult, session_noise
 from repro.schema import Strict, canonical_json
 from unilab.names import TOTAL_FPS
 
+FOLLOWING = 0.5  # of the planar velocity error of a robot that stands still
 DECIMALS = 6  # kept of small differences of large numbers, of which few digits are the same on all machines
 DIGITS = 10  # significant digits kept, so that the last bits of another machine's libm do not change the file
 
@@ -103,11 +107,30 @@ class ProbeResult(Strict):
     detail: str
 
 
+class EvaluationResult(Measures):
+    """Episodes without exploration of the policy of a run, weights by their SHA-256; `repro/evaluation.py` says how."""
+
+    episodes: int
+    checkpoint_sha256: str
+
+    @property
+    def stays_up(self) -> bool:
+        """Whether the mean episode is long enough."""
+        return self.episode_length.mean >= WALKING_LENGTH
+
+    @property
+    def follows(self) -> bool:
+        """Whether its planar velocity is surely less than half as wrong as that of a robot that stands still."""
+        error = self.tracking_error_lin
+        return (error.mean if error.ci_high is None else error.ci_high) < FOLLOWING * error.standing_still
+
+
 class LearningResult(Strict):
     """What a run learned and how fast; `Learning` in `repro/learning.py` says how each number is computed.
 
     Attributes:
         run: Run directory, as in the run's cell.
+        evaluation: Its policy without exploration, where the matrix asks for it.
     """
 
     algo: str
@@ -123,10 +146,21 @@ class LearningResult(Strict):
     tracking_error_lin: float | None
     tracking_error_ang: float | None
     run: str
+    evaluation: EvaluationResult | None = None
+
+    @model_serializer(mode="wrap")
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what older results do not have, so that their bytes stay what they were."""
+        content: dict[str, Any] = serialize(self)
+        return {key: value for key, value in content.items() if key != "evaluation" or value is not None}
 
     @property
     def walks(self) -> bool:
-        """Whether the mean episode at the end is long enough."""
+        """Whether the policy stays up and follows its command; without an evaluation, whether it stays up at the end
+        of training.
+        """
+        if self.evaluation is not None:
+            return self.evaluation.stays_up and self.evaluation.follows
         return self.episode_length is not None and self.episode_length >= WALKING_LENGTH
 
 
@@ -242,7 +276,19 @@ def _learning(matrix: Matrix, item: CellEvidence) -> LearningResult:
         tracking_error_lin=_rounded(found.tracking_error_lin),
         tracking_error_ang=_rounded(found.tracking_error_ang),
         run=item.cell.run,
+        evaluation=None if item.evaluation is None else _evaluation(item.evaluation),
     )
+
+
+def _evaluation(found: Evaluation) -> EvaluationResult:
+    """From its episodes alone; what the file says of them was compared when it was read."""
+    computed = measures(found.samples).model_dump()
+    rounded = {
+        name: {key: _rounded(value) if isinstance(value, float) else value for key, value in part.items()}
+        for name, part in computed.items()
+    }
+    facts = {"episodes": found.episodes, "checkpoint_sha256": found.checkpoint.sha256}
+    return EvaluationResult.model_validate({**rounded, **facts})
 
 
 def _group(case: str, evidence: Evidence) -> GroupResult:

@@ -12,6 +12,7 @@ from repro.attempts import supersede
 from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
+from repro.evaluation import record_evaluation
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
@@ -227,6 +228,10 @@ def _run_one(
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling and not cell.foreign:
         interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
+    no_evaluation = None
+    if plan.matrix.evaluate:
+        no_evaluation, stopped = record_evaluation(plan.matrix, cell, ended, environment, out_dir, grace, run)
+        interrupted |= stopped
     redactor = Redactor(out_dir)
     for path in (log, out_dir / cell.stacks):
         if path.exists():
@@ -243,6 +248,7 @@ def _run_one(
         reason=ended.reason,
         redacted=tuple(redacted) or None,
         samples=sampler.count,
+        no_evaluation=no_evaluation,
     )
     return judge_cell(out_dir, plan, cell, entry), ended, interrupted
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from unilab.state import StateRegistry
 
 BUILTIN, CUSTOM = "builtin", "custom"  # kinds of actors
+LATEST = "-1"  # of `load_run` and `checkpoint`
 POSITIVE = (
     "num_envs",
     "batch_size",
@@ -67,6 +68,9 @@ class AlgoConfig:
         policy_frequency: an actor update every this many critic updates.
         max_iterations: training iterations; each is one control step of every environment and one update cycle.
         save_interval: iterations between checkpoints; 0 writes only the last one, -1 none at all.
+        resume: go on from a checkpoint.
+        load_run: directory of the run to go on with, or -1 for the latest one.
+        checkpoint: iteration of the checkpoint to go on from, or -1 for the newest one.
         gamma: discount.
         tau: Polyak weight of every target update.
         actor_hidden_dim: hidden width of the actor.
@@ -92,6 +96,9 @@ class AlgoConfig:
     critic_hidden_dim: int
     num_atoms: int
     algo_params: AlgoParams
+    resume: bool = False
+    load_run: str = LATEST
+    checkpoint: int = int(LATEST)
 
     def validate(self) -> None:
         """Check ranges.
@@ -103,6 +110,10 @@ class AlgoConfig:
             require(getattr(self, name) >= 1, f"algo.{name}", "at least 1", getattr(self, name))
         require(bool(self.algo_log_name.strip("./")), "algo.algo_log_name", "a folder name", self.algo_log_name)
         require(self.save_interval >= -1, "algo.save_interval", "-1, 0 or positive", self.save_interval)
+        require(self.checkpoint >= -1, "algo.checkpoint", "an iteration, or -1 for the newest", self.checkpoint)
+        require(self.load_run != "", "algo.load_run", "a run directory, or -1 for the latest run", self.load_run)
+        resuming = self.resume or (self.load_run == LATEST and self.checkpoint == int(LATEST))
+        require(resuming, "algo.resume", "true where algo.load_run or algo.checkpoint is given", self.resume)
         require(0 <= self.gamma < 1, "algo.gamma", "in [0, 1)", self.gamma)
         require(0 < self.tau <= 1, "algo.tau", "in (0, 1]", self.tau)
         require(self.num_atoms >= 2, "algo.num_atoms", "at least 2", self.num_atoms)

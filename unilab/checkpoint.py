@@ -1,59 +1,308 @@
-"""Checkpoints of a run: found and read, never trusted before they are checked."""
+"""Checkpoints: what they hold, in which runs they are found, and how they are read, never trusted before checked."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import pickle
+import re
+import time
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unilab.actor_semantics import describe_actor, verify_actor
-from unilab.algorithm import CUSTOM
+from unilab.actor_semantics import ENTRY, describe_actor, verify_actor
+from unilab.algorithm import CUSTOM, LATEST
 from unilab.config import RunConfig, load_config, restore_config
-from unilab.learner import Actor
-from unilab.names import CHECKPOINT_PATTERN, CONFIG_FILE
+from unilab.names import ATTEMPT_PATTERN, CHECKPOINT_PATTERN, CONFIG_FILE
+from unilab.run_dir import runs_folder
+
+if TYPE_CHECKING:
+    from unilab.learner import Actor, Learner
+    from unilab.state import StateRegistry
+    from unilab.tasks.velocity_task import VelocityTask
+
+FORMAT = 2
+_ATTEMPT = re.compile(ATTEMPT_PATTERN.format(number=r"\d{3,}"))
 
 
-def load_run(directory: Path, algo: str, task: str, sim: str) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a run and its newest checkpoint, newest by the iteration stored inside.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read.
+
+    Attributes:
+        file: where it is.
+        sha256: of the file.
+        content: as `contents` made it.
+    """
+
+    file: Path
+    sha256: str
+    content: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """Finished training iterations; each is one update cycle."""
+        return int(self.content["iteration"])
+
+    @property
+    def env_steps(self) -> int:
+        """Cumulative env steps of all ranks."""
+        return int(self.content["env_steps"])
+
+
+def contents(
+    config: RunConfig, task: VelocityTask, learner: Learner, registry: StateRegistry, iteration: int, env_steps: int
+) -> dict[str, Any]:
+    """What a checkpoint holds: plain data and tensors on the CPU, so that reading it runs no code.
+
+    Args:
+        config: the run.
+        task: its task.
+        learner: whose networks it holds.
+        registry: whose lasting entries it holds.
+        iteration: finished training iterations.
+        env_steps: cumulative env steps of all ranks.
+    """
+    networks = {name: module.state_dict() for name, module in learner.modules().items()}
+    return {
+        "format": FORMAT,
+        "algo": config.algo.algo,
+        "task": config.training.task_name,
+        "obs_dim": task.obs_dim,
+        "critic_dim": task.critic_dim,
+        "action_dim": task.action_dim,
+        ENTRY: describe_actor(config.algo, task.obs_dim, task.action_dim),
+        "iteration": iteration,
+        "env_steps": env_steps,
+        "wall_time": time.time(),
+        **networks,
+        "log_alpha": learner.log_alpha.detach().cpu(),
+        "state": {name: value.cpu() for name, value in registry.snapshot(lasting=True).items()},
+    }
+
+
+def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a run and its newest checkpoint.
+
+    Args:
+        run: as `find_run` takes it.
+        algo: algorithm that it was trained with.
+        task: task that it was trained on.
+        sim: physics backend.
 
     Raises:
-        ValueError: if there is no such run, it was trained on something else, a checkpoint cannot be read, or the
-            newest one's actor is not the configuration's, or cannot be built any more.
+        ValueError: as `find_run`, `load_run_config` and `load_checkpoint` do, or if the checkpoint's actor is not the
+            configuration's, or cannot be built any more.
     """
     wanted = load_config(algo, task, sim, [])
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{directory} is no run directory: it has no {CONFIG_FILE}")
-    config = restore_config(json.loads(path.read_text()))
-    asked, found = ((c.algo.algo, c.training.task_name, c.training.sim_backend) for c in (wanted, config))
-    if asked != found:
-        raise ValueError(f"{directory} was trained with {'/'.join(found)}, not {'/'.join(asked)}")
-    files = sorted(directory.glob(CHECKPOINT_PATTERN.format(iteration="*")))
-    if not files:
-        raise ValueError(f"{directory} holds no checkpoint; train with algo.save_interval=0 or more")
-    checkpoints = {}
-    for file in files:
-        try:
-            checkpoints[file] = torch.load(file, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"checkpoint {file} cannot be read: {str(error).splitlines()[0]}") from None
-    newest = max(checkpoints, key=lambda file: checkpoints[file]["iteration"])
+    directory = find_run(run, wanted)
+    config, checkpoint = load_run_config(directory, wanted), load_checkpoint(directory)
     trained = config.env.task_class()
     config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
-    verify_actor(checkpoints[newest], expected, newest)
+    verify_actor(checkpoint.content, expected, checkpoint.file)
     if expected["kind"] == CUSTOM:
-        _check_weights(config.algo.build_actor(trained.obs_dim, trained.action_dim), checkpoints[newest], newest)
-    return config, checkpoints[newest]
+        actor = config.algo.build_actor(trained.obs_dim, trained.action_dim)
+        _check_weights(actor, checkpoint.content["actor"], checkpoint.file)
+    return config, checkpoint.content
 
 
-def _check_weights(actor: Actor, checkpoint: dict[str, Any], file: Path) -> None:
+def find_run(run: Path | str, wanted: RunConfig) -> Path:
+    """The directory of a run.
+
+    Args:
+        run: the directory, or -1 for the run of the same algorithm, task and backend, among those in the folder of
+            generated runs, whose newest checkpoint was written last, by the time stored inside.
+        wanted: configuration that says algorithm, task, backend and that folder.
+
+    Raises:
+        ValueError: for -1, if there is no such run, or one of them cannot be judged.
+    """
+    if str(run) != LATEST:
+        return Path(run).expanduser()
+    folder = runs_folder(wanted)
+    candidates = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
+    same = [path for path in candidates if _names(load_config_file(path)) == _names(wanted)]
+    written = {path: _wall_time(path) for path in same if checkpoint_files(path)}
+    if not written:
+        raise ValueError(f"no run of {'/'.join(_names(wanted))} below {folder} has a checkpoint; name a run directory")
+    return max(written, key=lambda path: written[path])
+
+
+def load_config_file(directory: Path) -> RunConfig:
+    """The configuration of a run.
+
+    Raises:
+        ValueError: if the directory is no run's, or its configuration is damaged or does not fit this version.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{directory} is no run directory: it has no {CONFIG_FILE}")
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    try:
+        return restore_config(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def load_run_config(directory: Path, wanted: RunConfig) -> RunConfig:
+    """The configuration of a run that was trained with the wanted algorithm, task and backend.
+
+    Raises:
+        ValueError: as `load_config_file` does, or if it was trained with others.
+    """
+    config = load_config_file(directory)
+    asked, found = _names(wanted), _names(config)
+    if asked != found:
+        raise ValueError(f"{directory} was trained with {'/'.join(found)}, not {'/'.join(asked)}")
+    return config
+
+
+def attempts(directory: Path) -> list[Path]:
+    """Folders inside a run's directory that hold what it did after each resume, in order."""
+    found = [path for path in directory.glob(ATTEMPT_PATTERN.format(number="*")) if _ATTEMPT.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def run_of(directory: Path) -> Path:
+    """The run's own directory, also where one of its attempts is given."""
+    parent = directory.absolute().parent
+    inside = _ATTEMPT.fullmatch(directory.absolute().name) and (parent / CONFIG_FILE).is_file()
+    return parent if inside else directory
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """Checkpoints of a run and of its attempts; of a single attempt its own alone."""
+    pattern = CHECKPOINT_PATTERN.format(iteration="*")
+    return [file for folder in (directory, *attempts(directory)) for file in sorted(folder.glob(pattern))]
+
+
+def load_checkpoint(directory: Path, iteration: int = int(LATEST)) -> Checkpoint:
+    """A checkpoint of a run, by the iteration stored inside; of several with the same one the last written.
+
+    Args:
+        directory: the run.
+        iteration: which; -1 for the highest. A file that cannot be read does not hide another iteration's.
+
+    Raises:
+        ValueError: one line, if there is none, the chosen one is damaged, or for -1 any of them cannot be read.
+    """
+    files = checkpoint_files(directory)
+    if not files:
+        raise ValueError(f"{directory} holds no checkpoint; train with algo.save_interval=0 or more")
+    places: dict[Path, tuple[int, float]] = {}
+    unreadable: list[ValueError] = []
+    for file in files:
+        try:
+            places[file] = _place(file)
+        except ValueError as error:
+            unreadable.append(error)
+    if iteration == int(LATEST):
+        if unreadable:
+            raise unreadable[0]
+    elif iteration not in (found for found, _ in places.values()):
+        raise ValueError(_unknown(directory, iteration, places.values(), unreadable))
+    chosen = {file: place for file, place in places.items() if iteration in (int(LATEST), place[0])}
+    return read_checkpoint(max(chosen, key=lambda file: chosen[file]))
+
+
+def read_checkpoint(file: Path) -> Checkpoint:
+    """Read a file whole, check that every byte is as it was written, and take it for data only.
+
+    Raises:
+        ValueError: one line, if it is damaged, holds more than data, or is no checkpoint.
+    """
+    data = _bytes(file)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:  # torch does not compare the checksums
+        try:
+            damaged = archive.testzip()
+        except Exception as error:
+            raise _unreadable(file, f"its archive is damaged ({error})") from None
+    if damaged is not None:
+        raise _unreadable(file, f"the checksum of {damaged} is wrong")
+    content = _load(file, io.BytesIO(data))
+    _check_place(file, content)
+    return Checkpoint(file, hashlib.sha256(data).hexdigest(), content)
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, str(error.strerror)) from None
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise _unreadable(file, "it is no archive, or its end is missing")
+    return data
+
+
+def _place(file: Path) -> tuple[int, float]:
+    """Iteration and time of a checkpoint, without reading its tensors."""
+    if not zipfile.is_zipfile(file):
+        raise _unreadable(file, "it is no archive, or its end is missing")
+    content = _load(file, file, mmap=True)
+    _check_place(file, content)
+    written = content.get("wall_time")
+    return content["iteration"], written if isinstance(written, float) else 0.0
+
+
+def _wall_time(directory: Path) -> float:
+    """When the newest checkpoint of a run was written."""
+    newest = max(map(_place, checkpoint_files(directory)))
+    if not newest[1]:
+        raise ValueError(f"{directory} holds checkpoints of an older format, which do not say when; name a run")
+    return newest[1]
+
+
+def _load(file: Path, source: Any, mmap: bool = False) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # as of a pickle that this trainer would not write
+            return torch.load(source, weights_only=True, map_location="cpu", mmap=mmap)
+    except pickle.UnpicklingError:
+        raise _unreadable(file, "it holds more than data, and what it holds might run as code") from None
+    except Exception as error:  # a file made by others can make the reader raise anything
+        raise _unreadable(file, (str(error) or type(error).__name__).splitlines()[0]) from None
+
+
+def _check_place(file: Path, content: Any) -> None:
+    if not isinstance(content, Mapping):
+        raise _unreadable(file, f"it must hold a mapping, found {type(content).__name__}")
+    iteration = content.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        raise _unreadable(file, f"its iteration must be a whole number from 0, found {iteration!r:.60}")
+
+
+def _unreadable(file: Path, reason: str) -> ValueError:
+    return ValueError(f"checkpoint {file} cannot be read: {reason}; name another iteration, or move the file away")
+
+
+def _unknown(
+    directory: Path, iteration: int, places: Iterable[tuple[int, float]], unreadable: Iterable[ValueError]
+) -> str:
+    known = ", ".join(map(str, sorted({found for found, _ in places}))) or "none"
+    return "; ".join(
+        (f"{directory} has no checkpoint of iteration {iteration}; there is {known}", *map(str, unreadable))
+    )
+
+
+def _names(config: RunConfig) -> tuple[str, str, str]:
+    return config.algo.algo, config.training.task_name, config.training.sim_backend
+
+
+def _check_weights(actor: Actor, weights: dict[str, Any], file: Path) -> None:
     """Refuse weights that do not fit, as where an actor's source changed and its name and arguments did not."""
     own = {name: tuple(value.shape) for name, value in actor.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in checkpoint["actor"].items()}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(own.keys() | found.keys()):
         shapes = found.get(name, "absent"), own.get(name, "absent")
         if shapes[0] != shapes[1]:

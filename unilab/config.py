@@ -53,7 +53,8 @@ TASKS = {
     "go2_joystick_flat": TaskSchema("Go2JoystickFlat", Go2JoystickFlatConfig, Go2JoystickFlatRewards),
 }
 BACKENDS = ("mujoco",)
-LOGGERS = ("tensorboard", "none")
+LOGGERS = ("tensorboard", "wandb", "none")
+WANDB_MODES = (None, "online", "offline", "disabled")
 NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
 TRANSPORTS = (AUTO, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
@@ -74,7 +75,7 @@ class TrainingConfig:
         nccl_transport: how ranks of one host exchange gradients, `p2p`, `shm` or `tcp`; `auto` takes the fastest that
             works. NCCL's own variables win.
         use_amp: bfloat16 autocast on CUDA.
-        logger: `tensorboard` or `none`.
+        logger: `tensorboard`, `wandb` (beside the event file) or `none`.
         log_interval: iterations between written metrics; the last iteration is always written.
         log_root: parent of the generated run directory instead of `logs/<algo_log_name>`.
         log_dir: the exact run directory instead of a generated one.
@@ -83,6 +84,14 @@ class TrainingConfig:
         trace_enabled: write a timeline of both processes and the device.
         record_states: snapshots of the physics taken in the second half of the run, to replay them; 0 takes none,
             1000 are the most.
+        wandb_project: where W&B puts the run.
+        wandb_entity: its user or team; null takes the login's.
+        wandb_group: null takes the task.
+        wandb_job_type: null takes the algorithm.
+        wandb_name: null makes one of algorithm, task and run directory.
+        wandb_tags: beside algorithm, task and backend.
+        wandb_notes: free text.
+        wandb_mode: `online`, `offline` or `disabled`; null leaves it to WANDB_MODE, else online.
     """
 
     task_name: str = "G1WalkFlat"
@@ -100,6 +109,14 @@ class TrainingConfig:
     export_onnx: bool = True
     trace_enabled: bool = False
     record_states: int = 0
+    wandb_project: str = "unilab"
+    wandb_entity: str | None = None
+    wandb_group: str | None = None
+    wandb_job_type: str | None = None
+    wandb_name: str | None = None
+    wandb_tags: list[str] = field(default_factory=list)
+    wandb_notes: str | None = None
+    wandb_mode: str | None = None
 
     def validate(self) -> None:
         """Check ranges.
@@ -114,6 +131,9 @@ class TrainingConfig:
         )
         require(self.nccl_transport in TRANSPORTS, TRANSPORT_KEY, " or ".join(TRANSPORTS), self.nccl_transport)
         require(self.logger in LOGGERS, "training.logger", " or ".join(LOGGERS), self.logger)
+        modes = "online, offline, disabled or null"
+        require(self.wandb_mode in WANDB_MODES, "training.wandb_mode", modes, self.wandb_mode)
+        require(bool(self.wandb_project), "training.wandb_project", "a name", self.wandb_project)
         require(self.sim_backend in BACKENDS, "training.sim_backend", "mujoco (--sim chooses)", self.sim_backend)
 
 

@@ -90,7 +90,7 @@ class Environment:
         self.reset_rows = self._buffer("reset_rows", spec.reset_width)
         if task.push_interval is not None:
             ticks = torch.zeros((), dtype=torch.int64, device=self.device)
-            self.ticks = self._registry.tensor("env/ticks", ticks)
+            self.ticks = self._registry.tensor("env/ticks", ticks, lasting=False)
             self.velocities = self._buffer("velocities", spec.nv)
 
     def _allocate_transition(self) -> None:
@@ -112,12 +112,12 @@ class Environment:
         scalars = torch.zeros(len(self.task.reward_names), device=self.device)
         self.reward_means = self._registry.tensor("env/reward_means", scalars)
         invalid = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.invalid_rows = self._registry.tensor("env/invalid_rows", invalid)
+        self.invalid_rows = self._registry.tensor("env/invalid_rows", invalid, lasting=False)
 
     def _buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         self._row_buffers.append(name)
         value = torch.zeros(self.num_envs, *shape, dtype=dtype, device=self.device)
-        return self._registry.tensor(f"env/{name}", value)
+        return self._registry.tensor(f"env/{name}", value, lasting=False)
 
     def part(self, rows: slice) -> Environment:
         """Some rows of this environment as one of their own, on the same memory; what is no row stays common."""
@@ -279,14 +279,14 @@ class Episodes:
     """
 
     def __init__(self, task: VelocityTask, num_envs: int, device: torch.device, registry: StateRegistry) -> None:
-        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return registry.tensor(f"env/{name}", torch.zeros(shape, dtype=dtype, device=device))
+        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32, lasting: bool = True) -> Tensor:
+            return registry.tensor(f"env/{name}", torch.zeros(shape, dtype=dtype, device=device), lasting)
 
         self._task = task
-        self.steps = buffer("episode_steps", num_envs, dtype=torch.int64)
-        self.returns = buffer("episode_returns", num_envs)
-        self.last_steps = buffer("episode_last_steps", num_envs, dtype=torch.int64)
-        self.last_returns = buffer("episode_last_returns", num_envs)
+        self.steps = buffer("episode_steps", num_envs, dtype=torch.int64, lasting=False)
+        self.returns = buffer("episode_returns", num_envs, lasting=False)
+        self.last_steps = buffer("episode_last_steps", num_envs, dtype=torch.int64, lasting=False)
+        self.last_returns = buffer("episode_last_returns", num_envs, lasting=False)
         self.ring = buffer("episode_ring", 2, EPISODE_WINDOW + 1)
         self.count = buffer("episode_count", dtype=torch.int64)
         self.timeout_rate = buffer("timeout_rate")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unilab.names import EXIT_OK, EXIT_USAGE
+from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, POLICY_FILE
 
 if TYPE_CHECKING:
     from unilab.config import RunConfig
@@ -39,14 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="eval", description=__doc__, allow_abbrev=False)
     for name in ("algo", "task", "sim"):
         parser.add_argument(f"--{name}", required=True, help=f"{name} the run was trained with")
-    parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory")
+    parser.add_argument("--load-run", required=True, type=Path, metavar="DIR", help="run directory, or -1: the latest")
     parser.add_argument("--episodes", type=int, default=16, help="episodes, one per environment (default 16)")
     args = parser.parse_args(argv)
-    from unilab.checkpoint import load_run
+    from unilab.checkpoint import find_run, load_run
+    from unilab.config import load_config
 
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")
+        args.load_run = find_run(args.load_run, load_config(args.algo, args.task, args.sim, []))
         config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim)
     except ValueError as error:
         print(f"eval: {error}", file=sys.stderr)
@@ -57,6 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"  return          {sum(result.returns) / count:9.2f}")
     print(f"  episode length  {sum(result.lengths) / count:9.1f}")
     print(f"  falls           {sum(result.falls):6d} of {count}")
+    if config.training.export_onnx and not config.training.no_play:
+        return _export(config, checkpoint, args.load_run / POLICY_FILE)
+    return EXIT_OK
+
+
+def _export(config: RunConfig, checkpoint: dict[str, Any], path: Path) -> int:
+    """Write the policy; the exit code."""
+    from unilab.export import ExportError, export_policy
+    from unilab.hardware import HostUnfit
+
+    try:
+        export_policy(config, checkpoint, path)
+    except (ExportError, HostUnfit, OSError) as error:
+        print(f"eval: {error}", file=sys.stderr)
+        return EXIT_HOST_UNFIT if isinstance(error, HostUnfit) else EXIT_FAILED
+    print(f"wrote {path}")
     return EXIT_OK
 
 

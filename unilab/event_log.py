@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -60,6 +61,13 @@ class Record:
     scalars: dict[str, float]
 
 
+class Mirror(Protocol):
+    """Another place that every record goes to; it must neither wait nor raise."""
+
+    def write(self, record: Record) -> None:
+        """Take one iteration."""
+
+
 class EventLog:
     """One event file and `progress.jsonl` in a run directory.
 
@@ -70,11 +78,12 @@ class EventLog:
         directory: the run directory.
         clock: turns monotonic times into event times.
         events: also write the event file; progress lines are always written.
+        mirror: gets every record too; its owner closes it.
     """
 
-    def __init__(self, directory: Path, clock: Clock, events: bool = True) -> None:
+    def __init__(self, directory: Path, clock: Clock, events: bool = True, mirror: Mirror | None = None) -> None:
         self.count = 0
-        self._clock = clock
+        self._clock, self._mirror = clock, mirror
         self._progress = (directory / PROGRESS_FILE).open("x")  # a second run in this directory fails here
         self._events: RecordWriter | None = None
         if events:
@@ -95,6 +104,8 @@ class EventLog:
         """
         self._raise_error()
         self._queue.put(record)
+        if self._mirror is not None:
+            self._mirror.write(record)
 
     def close(self) -> None:
         """Write what is queued and close the files.

@@ -145,7 +145,7 @@ class NormalNoise:
         self, num_envs: int, action_dim: int, generator: torch.Generator, registry: StateRegistry, device: torch.device
     ) -> None:
         self._generator = generator
-        self._noise = registry.tensor("act/noise", torch.zeros(num_envs, action_dim, device=device))
+        self._noise = registry.tensor("act/noise", torch.zeros(num_envs, action_dim, device=device), lasting=False)
 
     def draw(self) -> None:
         """Draw the tick's noise."""

@@ -15,9 +15,15 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.jsonl"
 EVENT_FILE_PREFIX = "events.out.tfevents."
 CHECKPOINT_PATTERN = "model_{iteration}.pt"
+ATTEMPT_PATTERN = "attempt-{number}"  # what a resumed run writes, the same files inside; three digits, from 002 on
 STATES_FILE = "physics_states.npz"
 MEETING_FILE = ".ranks"  # where several ranks meet, while they run
+EVAL_FILE = "eval.json"
+VIDEO_FILE = "play_video.mp4"
+STILL_FILE = "play_still.png"
+POLICY_FILE = "policy.onnx"
 RUN_END_FILE = "run_end.json"
+POLICY_FILE = "policy.onnx"
 TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 
 # `dp_sync.mode` of manifest.json, where there are several ranks.

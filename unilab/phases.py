@@ -141,8 +141,9 @@ class UpdatePhase:
         # A view of rows: the compiler guards on what a view is of, and a size there that happens to equal the rows of
         # one forward pass would make it compile the next one anew.
         noise = torch.zeros(count * config.batch_size, action_dim, device=device).view(count, -1, action_dim)
-        self._indices = registry.tensor("update/indices", torch.zeros(rows, dtype=torch.int64, device=device))
-        self._noise = registry.tensor("update/noise", noise)
+        indices = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._indices = registry.tensor("update/indices", indices, lasting=False)
+        self._noise = registry.tensor("update/noise", noise, lasting=False)
         self._critic_noise, self._actor_noise = self._noise.split((self._updates, actor_updates))
         self._rows = torch.zeros(rows, replay.width, device=device)
         self._batches = [Batch(**replay.split(part)) for part in self._rows.split(config.batch_size)]

@@ -18,6 +18,7 @@ from unilab.stacks import print_stacks_on_signal
 if TYPE_CHECKING:
     import torch
 
+    from unilab.checkpoint import Checkpoint
     from unilab.runner import Runner
     from unilab.tasks.velocity_task import VelocityTask
 
@@ -63,11 +64,12 @@ class Place:
         torch.set_num_threads(learner_threads(size))
         return cls(config, ranks, device, cpu_ids, build_task(config, device, size - ranks.local_rank))
 
-    def join(self, meeting: Path) -> Runner:
+    def join(self, meeting: Path, checkpoint: Checkpoint | None = None) -> Runner:
         """Meet the other ranks and build this one.
 
         Args:
             meeting: file where ranks meet that rank 0 started.
+            checkpoint: what rank 0 of a resumed run goes on from.
 
         Raises:
             TimeoutError: naming the ranks that did not come.
@@ -78,7 +80,7 @@ class Place:
         where = None if self.ranks.launched else meeting
         group = DataParallel.join(self.ranks.rank, self.ranks.world_size, self.device, where)
         try:
-            return Runner(self.config, self.task, self.device, self.cpu_ids, group)
+            return Runner(self.config, self.task, self.device, self.cpu_ids, group, checkpoint)
         except BaseException:
             group.close(failed=True)
             raise

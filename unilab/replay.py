@@ -33,8 +33,9 @@ class ReplayRing:
         self._widths = widths
         self.width = row_width(widths)
         self.rows = torch.zeros(capacity + 1, self.width, device=device)
-        self.position = registry.tensor("replay/position", torch.zeros((), dtype=torch.int64, device=device))
-        self.size = registry.tensor("replay/size", torch.zeros((), dtype=torch.int64, device=device))
+        position, size = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.position = registry.tensor("replay/position", position, lasting=False)
+        self.size = registry.tensor("replay/size", size, lasting=False)
 
     def append(self, parts: dict[str, Tensor], valid: Tensor) -> None:
         """Store one transition of every environment, those that are not valid excepted.

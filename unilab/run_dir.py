@@ -33,9 +33,8 @@ def choose_run_dir(config: RunConfig, world_size: int, now: datetime) -> Path:
     if training.log_dir is not None:
         path = Path(training.log_dir).expanduser()
     else:
-        root = Path(training.log_root) if training.log_root is not None else Path("logs") / config.algo.algo_log_name
         ranks = f"_gpux{world_size}" if world_size > 1 else ""
-        path = root / training.task_name / f"{now:%Y-%m-%d_%H-%M-%S}_{training.sim_backend}{ranks}"
+        path = runs_folder(config) / f"{now:%Y-%m-%d_%H-%M-%S}_{training.sim_backend}{ranks}"
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {path} is a file; choose another training.log_dir")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -43,6 +42,13 @@ def choose_run_dir(config: RunConfig, world_size: int, now: datetime) -> Path:
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"the run directory {path} is not empty; choose another training.log_dir")
     return path
+
+
+def runs_folder(config: RunConfig) -> Path:
+    """Where the directories of generated names lie."""
+    training = config.training
+    root = Path(training.log_root) if training.log_root is not None else Path("logs") / config.algo.algo_log_name
+    return root / training.task_name
 
 
 class RunDirectory:

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import torch
 
-from unilab.actor_semantics import ENTRY, describe_actor
 from unilab.algorithm import AlgoParams
 from unilab.capture import Phase, on_stream
+from unilab.checkpoint import Checkpoint, contents
 from unilab.config import RunConfig
 from unilab.data_parallel import DataParallel
 from unilab.environment import Environment
@@ -57,9 +57,7 @@ from unilab.tasks.velocity_task import VelocityTask
 from unilab.terminal import TerminalView
 from unilab.trace import Clock, DeviceClock, HostClock, StageTimer, Trace, device_times
 
-CHECKPOINT_FORMAT = 1
-# Not worth saving: draws that the next tick replaces, and rows that a resumed run collects anew.
-_TRANSIENT = ("update/", "act/", "replay/")
+STREAMS = ("environment", "exploration", "update")  # of random numbers, a generator each
 # Tracks of the timeline: what the host knows of a turn, by tag, and the name a reader sees.
 _TIMELINE = {
     "learner/host": ((COLLECTOR_WAIT_MS, "wait for rows"), (INFERENCE_MS, "upload, act, download, command")),
@@ -73,7 +71,7 @@ class Tick:
     """Host-side facts of one tick, kept until its device metrics are read.
 
     Attributes:
-        iteration: training iteration, 0 while the ring fills.
+        iteration: training iteration, 0 while the ring fills, also again in a resumed run.
         env_steps: cumulative env steps of all ranks.
         committed: monotonic seconds when the tick's transitions were complete and the next command was out.
         measures: what this rank's host measured, in the order of `HOST_MEASURES`.
@@ -96,11 +94,12 @@ class Runner:
         device: the learner's device.
         cpu_ids: CPUs of the physics workers, or None to leave them unpinned.
         ranks: the ranks of the run, left at the end; one by default.
+        checkpoint: where a resumed run goes on; rank 0's is everybody's.
 
     Attributes:
         registry: everything mutable.
-        env_steps: cumulative env steps collected by all ranks.
-        iteration: finished training iterations.
+        env_steps: cumulative env steps collected by all ranks, also before a resume.
+        iteration: finished training iterations, also before a resume.
         startup_seconds: process start to first training iteration, or None before it.
     """
 
@@ -111,23 +110,27 @@ class Runner:
         device: torch.device,
         cpu_ids: list[int] | None,
         ranks: DataParallel | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._config, self._task, self._device, self._cpu_ids = config, task, device, cpu_ids
         self._ranks = ranks or DataParallel()
         self._global_envs = config.algo.num_envs * self._ranks.world_size
         self.registry = StateRegistry()
-        self.env_steps = self.iteration = 0
+        self.env_steps = self.iteration = self._resumed = 0
         self.startup_seconds: float | None = None
         self._update_seconds = 0.0  # of the last update that was read
         self._update_tags = {rank_tag(LEARNING_TIME, rank) for rank in range(self._ranks.world_size)}
         # Warm-up, capture and replay share one stream of their own.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._build_learner()
+        if checkpoint is not None:
+            self.registry.restore(checkpoint.content["state"], lasting=True)
+            self.env_steps, self.iteration = checkpoint.env_steps, checkpoint.iteration
         statistics = self._statistics
         self._metrics = MetricReader(statistics.values, statistics.names, statistics.host)
         wanted = 0 if self._ranks.rank else config.training.record_states
-        snapshots = recorded_iterations(config.algo.max_iterations, wanted)
-        self._snapshots = {iteration: index for index, iteration in enumerate(snapshots)}
+        snapshots = recorded_iterations(config.algo.max_iterations - self.iteration, wanted)
+        self._snapshots = {self.iteration + number: index for index, number in enumerate(snapshots)}
         self._collector = CollectorProcess(
             task.spec, config.algo.num_envs, cpu_ids, config.env.physics_groups, len(snapshots)
         )
@@ -186,6 +189,7 @@ class Runner:
                 "torch_threads": torch.get_num_threads(),
                 "replay_rows": self._replay.capacity,
                 "replay_row_width": self._replay.width,
+                "replay_saved": False,
             },
         }
 
@@ -208,7 +212,7 @@ class Runner:
         directory: RunDirectory | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """Train for `algo.max_iterations` iterations. Rank 0 alone has somewhere to write.
+        """Train up to iteration `algo.max_iterations`. Rank 0 alone has somewhere to write.
 
         Args:
             log: receives one record per logged iteration.
@@ -224,8 +228,8 @@ class Runner:
             self._train()
 
     def _train(self) -> None:
-        last = self.warmup_ticks - 1 + self._config.algo.max_iterations
-        self._learner.synchronize()
+        self._start_equal()
+        last = self.warmup_ticks - 1 + self._config.algo.max_iterations - self._resumed
         if self._captured:
             for phase in (*self._run_act, self._run_update):
                 phase.capture(self.registry)
@@ -248,6 +252,20 @@ class Runner:
         if self._states is not None:
             self._collector.wait_for_states()
 
+    def _start_equal(self) -> None:
+        """Give every rank rank 0's parameters, optimizer state and statistics, and its place in a resumed run.
+
+        Random streams of a resumed run are restored on rank 0; on others they go on with seeds of that place.
+        """
+        place = torch.tensor([self.iteration, self.env_steps], device=self._device)
+        self._ranks.broadcast([place, *self.registry.lasting().values()])
+        self.iteration, self.env_steps = place.tolist()
+        self._resumed = self.iteration
+        if self._ranks.rank and self._resumed:
+            for name, generator in self.registry.generators().items():
+                stream = name.removeprefix("random/")
+                generator.manual_seed(_stream_seed(self._config.algo.seed, stream, self._ranks.rank, self._resumed))
+
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage on the device; timed where there is a timeline."""
         return nullcontext() if self._timer is None else self._timer.stage(name)
@@ -258,11 +276,11 @@ class Runner:
         torch.manual_seed(_stream_seed(algo.seed, "weights", self._ranks.rank))
         widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
         self._amp = config.training.use_amp and device.type == "cuda"
-        self._environment = Environment(task, algo.num_envs, device, self._generator("environment"), self.registry)
+        self._environment = Environment(task, algo.num_envs, device, self._generator(STREAMS[0]), self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
         self._learner = algo.build_learner(dims, device, self._amp, self.registry, self._ranks)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
-        exploration, update = self._generator("exploration"), self._generator("update")
+        exploration, update = (self._generator(stream) for stream in STREAMS[1:])
         self._compiled, captured = _execution(algo.algo_params, device)
         self._captured = captured and (self._ranks.world_size == 1 or algo.algo_params.captures_collectives)
         groups = row_groups(algo.num_envs, config.env.physics_groups)
@@ -316,7 +334,8 @@ class Runner:
 
     def _iteration(self, number: int) -> int:
         """Training iteration that the tick of this number leads to; 0 while the ring fills."""
-        return max(0, number + 2 - self.warmup_ticks)
+        trained = number + 2 - self.warmup_ticks
+        return self._resumed + trained if trained > 0 else 0
 
     def _recording(self, number: int) -> tuple[int, int] | None:
         """Snapshot and iteration, where the physics inputs of a tick are to be kept."""
@@ -373,7 +392,7 @@ class Runner:
         if tick is None or not tick.iteration:
             return {}
         values, self._update_seconds = self._metrics.read()
-        if tick.iteration == 1:  # no update came before it
+        if tick.iteration == self._resumed + 1:  # no update came before it
             values = {tag: value for tag, value in values.items() if tag not in self._update_tags}
         return {**values, LEARNING_TIME: self._update_seconds, **self._device_stages(tick)}
 
@@ -401,25 +420,9 @@ class Runner:
         if self._directory is None or not tick.iteration or interval < 0:
             return
         if tick.iteration == last or (interval > 0 and tick.iteration % interval == 0):
-            self._directory.write_checkpoint(tick.iteration, self._state(tick))
-
-    def _state(self, tick: Tick) -> dict[str, Any]:
-        state = {key: value.cpu() for key, value in self.registry.snapshot().items() if not key.startswith(_TRANSIENT)}
-        networks = {name: module.state_dict() for name, module in self._learner.modules().items()}
-        return {
-            "format": CHECKPOINT_FORMAT,
-            "algo": self._config.algo.algo,
-            "task": self._config.training.task_name,
-            "obs_dim": self._task.obs_dim,
-            "critic_dim": self._task.critic_dim,
-            "action_dim": self._task.action_dim,
-            ENTRY: describe_actor(self._config.algo, self._task.obs_dim, self._task.action_dim),
-            "iteration": tick.iteration,
-            "env_steps": tick.env_steps,
-            **networks,
-            "log_alpha": self._learner.log_alpha.detach().cpu(),
-            "state": state,
-        }
+            place = tick.iteration, tick.env_steps
+            content = contents(self._config, self._task, self._learner, self.registry, *place)
+            self._directory.write_checkpoint(tick.iteration, content)
 
 
 def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> VelocityTask:
@@ -442,7 +445,8 @@ def _execution(params: AlgoParams, device: torch.device) -> tuple[bool, bool]:
     return params.use_compile and on_cuda, params.captures and on_cuda
 
 
-def _stream_seed(seed: int, stream: str, rank: int = 0) -> int:
-    """A seed per (seed, rank, stream), so that no two streams of a run share numbers."""
-    digest = hashlib.sha256(f"{seed}/{rank}/{stream}".encode()).digest()
+def _stream_seed(seed: int, stream: str, rank: int = 0, resumed: int = 0) -> int:
+    """A seed per (seed, rank, stream, iteration resumed from), so that no two streams of a run share numbers."""
+    text = f"{seed}/{rank}/{stream}" + (f"/{resumed}" if resumed else "")
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -29,14 +29,17 @@ from unilab.names import (
 from unilab.stacks import print_stacks_on_signal
 
 if TYPE_CHECKING:
+    from unilab.checkpoint import Checkpoint
     from unilab.config import RunConfig
     from unilab.rank import Place
     from unilab.ranks import Ranks
+    from unilab.resume import Resume
     from unilab.run_dir import RunDirectory
     from unilab.runner import Runner
     from unilab.terminal import TerminalView
     from unilab.trace import Trace
     from unilab.transport import Transport
+    from unilab.wandb_log import WandbLog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +96,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     from unilab.hardware import HostUnfit, device_count
     from unilab.rank import Place
     from unilab.ranks import plan_ranks
+    from unilab.resume import plan_resume
     from unilab.run_dir import RunDirectory, choose_run_dir
 
     environment, devices = dict(os.environ), config.training.devices
@@ -101,17 +105,48 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         ranks = plan_ranks(environment, devices, counted)
         if ranks.rank:
             return _follow(config, ranks)
+        _require_packages(config)
         place = Place.prepare(config, ranks)
-        directory = RunDirectory(choose_run_dir(config, ranks.world_size, datetime.now()))
+        resume = plan_resume(config, place.task, place.device) if config.algo.resume else None
+        directory = RunDirectory(
+            resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
+        )
+        mirror = _mirror(config, directory)
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
     except ValueError as error:
         return _refuse(error, EXIT_USAGE)
     _say_what_runs(place, device_count())
+    for line in resume.lines(config.algo.max_iterations) if resume else ():
+        print(line)
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
     with _sigterm_interrupts():
-        return _run(place, directory, argv, environment, command)
+        return _run(place, directory, argv, environment, command, resume, mirror)
+
+
+def _require_packages(config: RunConfig) -> None:
+    """Refuse a run that would miss a package only at its end.
+
+    Raises:
+        HostUnfit: naming it and what to type.
+    """
+    from unilab.export import missing_for_export
+    from unilab.hardware import HostUnfit
+    from unilab.wandb_log import missing_for_wandb
+
+    training = config.training
+    exports = training.export_onnx and not training.no_play
+    missing = (exports and missing_for_export()) or (training.logger == "wandb" and missing_for_wandb())
+    if missing:
+        raise HostUnfit(missing)
+
+
+def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
+    """W&B where it was asked for."""
+    from unilab.wandb_log import start_wandb
+
+    return start_wandb(config, directory.path) if config.training.logger == "wandb" else None
 
 
 def _say_what_runs(place: Place, devices: int) -> None:
@@ -147,7 +182,13 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
 
 
 def _run(
-    place: Place, directory: RunDirectory, argv: list[str], environment: dict[str, str], command: list[str]
+    place: Place,
+    directory: RunDirectory,
+    argv: list[str],
+    environment: dict[str, str],
+    command: list[str],
+    resume: Resume | None,
+    mirror: WandbLog | None,
 ) -> int:
     """Train into `directory` and write `run_end.json`, whatever happens."""
     from unilab.event_log import Clock, EventLog
@@ -156,29 +197,32 @@ def _run(
 
     began, config = time.monotonic(), place.config
     try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
-        log = EventLog(directory.path, Clock.start(), events=config.training.logger == "tensorboard")
+        log = EventLog(directory.path, Clock.start(), config.training.logger != "none", mirror)
     except OSError as error:
         return _refuse(error, EXIT_FAILED)
     runner: Runner | None = None
+    checkpoint = resume.checkpoint if resume else None
+    origin = {"resumed_from": resume.facts() if resume else None}
     meeting = directory.path / MEETING_FILE
     entries = () if place.ranks.launched else place.ranks.entries
 
     def write_end(status: str, cause: BaseException | None) -> None:
-        directory.write_end(_end_facts(runner, log, status, cause, time.monotonic() - began, redact))
+        facts = _end_facts(runner or checkpoint, log, status, cause, time.monotonic() - began, redact)
+        directory.write_end(facts | {"startup_seconds": runner.startup_seconds if runner else None})
 
     status, cause = COMPLETED, None  # type: str, BaseException | None
     try:
         with closing(log):
             directory.write_config(config)
-            directory.write_command(command_facts(argv, environment))
+            directory.write_command(command_facts(argv, environment) | origin)
             transport = _choose_transport(place, environment)
             os.environ.update(transport.variables)  # of the others too, which inherit them
             last_words = partial(_write_failure, write_end)
             with RankProcesses(command, entries, meeting, last_words) as others:
                 with others.watching():
-                    runner = place.join(meeting)
+                    runner = place.join(meeting, checkpoint)
                 with runner, _view(place) as view, others.watching():
-                    manifest = runner.manifest()
+                    manifest = runner.manifest() | origin
                     manifest["dp_sync"] |= transport.facts()
                     directory.write_manifest(manifest)
                     with _trace(config, directory.path) as trace:
@@ -189,7 +233,10 @@ def _run(
         status, cause = FAILED, failure
     with _deaf():
         write_end(status, cause)
-        return _conclude(config, directory, status, cause)
+        code = _conclude(config, directory, status, cause)
+    if mirror is not None:  # last: what it waits for is the network
+        mirror.close(code)
+    return code
 
 
 def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:
@@ -226,16 +273,20 @@ def _trace(config: RunConfig, directory: Path) -> AbstractContextManager[Trace |
 
 
 def _end_facts(
-    runner: Runner | None, log: Any, status: str, error: BaseException | None, wall_seconds: float, redact: Any
+    reached: Runner | Checkpoint | None,
+    log: Any,
+    status: str,
+    error: BaseException | None,
+    wall_seconds: float,
+    redact: Any,
 ) -> dict[str, Any]:
     raised = None if error is None else {"type": type(error).__name__, "message": redact(str(error))}
     return {
         "status": status,
-        "final_env_steps": runner.env_steps if runner else 0,
-        "iterations": runner.iteration if runner else 0,
+        "final_env_steps": reached.env_steps if reached else 0,
+        "iterations": reached.iteration if reached else 0,
         "event_count": log.count,
         "wall_seconds": wall_seconds,
-        "startup_seconds": runner.startup_seconds if runner else None,
         "exception": raised,
     }
 

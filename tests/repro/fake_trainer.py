@@ -111,6 +111,8 @@ def write_run(run_dir: Path, options: RunOptions) -> Path:
     if options.trace:
         span = {"ph": "X", "pid": 1, "tid": 1, "name": "Batch.step", "ts": 1e6 * MONOTONIC_START, "dur": 9e5 / 1e3}
         (run_dir / names.TRACE_FILE).write_text(f"[\n{json.dumps(span)}\n]\n", encoding="utf-8")
+    if "algo.save_interval=0" in options.argv:
+        (run_dir / names.CHECKPOINT_PATTERN.format(iteration=options.iterations)).write_bytes(b"no weights")
     if options.mode not in (*HALVES, "no_run_end"):
         _write_json(run_dir / names.RUN_END_FILE, _run_end(options, seconds))
     return run_dir

@@ -44,9 +44,10 @@ TINY = (
 
 
 def on_the_cpu() -> str:
-    """The shipped learning matrix with smoke sizes: no GPU, one worker."""
+    """The shipped learning matrix with smoke sizes: no GPU, one worker; its policies are not evaluated."""
     text = (resources.files("repro") / "matrices" / "learning.toml").read_text(encoding="utf-8")
-    changes = {"smoke = false": "smoke = true", "gpus = [0]\n": "", 'workers = "default"': "workers = 1"}
+    changes = {"smoke = false": "smoke = true", "evaluate = 64\n": ""}
+    changes |= {"gpus = [0]\n": "", 'workers = "default"': "workers = 1"}
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)
@@ -218,7 +219,7 @@ def test_the_shipped_matrix_asks_for_five_thousand_iterations_on_all_cores_but_o
     matrix = load_matrix("learning")
     assert matrix.learning and not matrix.smoke and not matrix.comparisons
     assert (matrix.iterations, matrix.repeats, matrix.warmup) == (5000, 1, 0)
-    assert {"algo.seed=1", "algo.save_interval=-1"} < set(matrix.overrides)
+    assert {"algo.seed=1", "algo.save_interval=0"} < set(matrix.overrides) and matrix.evaluate == 64
     host, topology = make_host(cpus=32, gpu_count=2)
     plan = make_plan(matrix, host, topology, SOURCE)
     assert [(cell.id, cell.gpus, len(cell.cpu_ids or ())) for cell in plan.runnable] == [

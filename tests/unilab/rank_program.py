@@ -95,6 +95,13 @@ def learn(rank: int, world_size: int, store: Path, out: Path) -> None:
     run(rank, world_size, store, out)
 
 
+def resume(rank: int, world_size: int, store: Path, out: Path) -> None:
+    """See `rank_resume`."""
+    from rank_resume import start as run
+
+    run(rank, world_size, store, out)
+
+
 def serve(what: Callable[..., None], out: Path, world_size: int) -> int:
     """Rank 0: start the others, do it, print how it ended."""
     store = out / "meeting"

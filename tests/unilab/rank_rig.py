@@ -31,9 +31,9 @@ class OpenRegistry(StateRegistry):
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
 
-    def tensor(self, name: str, value: Tensor) -> Tensor:
+    def tensor(self, name: str, value: Tensor, lasting: bool = True) -> Tensor:
         self.tensors[name] = value
-        return super().tensor(name, value)
+        return super().tensor(name, value, lasting)
 
 
 @dataclass

@@ -24,7 +24,9 @@ def write_run(path: Path, iterations: dict[str, int]) -> RunConfig:
         state = {"env/penalty_scale": torch.tensor(0.0625)}
         actor = Actor(98, 29, 16).state_dict()
         dims = {"obs_dim": 98, "action_dim": 29, ENTRY: describe_actor(config.algo, 98, 29)}
-        torch.save({"iteration": iteration, "actor": actor, "state": state, **dims}, path / name)
+        torch.save(
+            {"iteration": iteration, "env_steps": 2 * iteration, "actor": actor, "state": state, **dims}, path / name
+        )
     return config
 
 

@@ -203,3 +203,16 @@ def test_writing_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
         gate.put(None)
     log.close()
     assert log.count == 200
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_a_mirror_gets_every_record(tmp_path: Path, events: bool) -> None:
+    class Kept(list[Record]):
+        write = list.append
+
+    kept = Kept()
+    log = EventLog(tmp_path, CLOCK, events, mirror=kept)
+    for iteration in (1, 2):
+        log.write(record(iteration))
+    log.close()
+    assert kept == [record(1), record(2)]

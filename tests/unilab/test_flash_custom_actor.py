@@ -28,7 +28,13 @@ from unilab.probes import __main__ as probes
 KEY = "algo.algo_params.actor_config"
 NAMES = ["--algo", "flashsac", "--task", "g1_walk_flat", "--sim", "mujoco"]
 SMALL = [
-    *("training.smoke=true", "algo.num_envs=8", "algo.batch_size=16", "algo.replay_buffer_n=16"),
+    *(
+        "training.smoke=true",
+        "training.no_play=true",
+        "algo.num_envs=8",
+        "algo.batch_size=16",
+        "algo.replay_buffer_n=16",
+    ),
     *("algo.critic_hidden_dim=8", "algo.num_atoms=11", "algo.learning_starts=4", "algo.max_iterations=3"),
 ]
 HERE = Path(__file__).parent
@@ -290,6 +296,15 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
     capsys.readouterr()
     assert evaluation.main([*NAMES, "--load-run", str(run), "--episodes", "2"]) == 0
     assert "at iteration 3, 2 episodes" in capsys.readouterr().out
+
+    going_on = [*NAMES, *SMALL, "algo.max_iterations=4", "algo.resume=true", f"algo.load_run={run}"]
+    assert train.main([*going_on, override.replace("128", "64")]) == 2
+    assert 'kwargs is {"hidden": 128}, the configuration expects {"hidden": 64}; no weight' in capsys.readouterr().err
+    assert train.main([*going_on, override]) == 0
+    file = run / "attempt-002" / "model_4.pt"
+    checkpoint = torch.load(file, weights_only=True)
+    assert checkpoint["state"]["actor/adamw_step"] == 16
+    capsys.readouterr()
 
     source = (tmp_path / "my_actor.py").read_text()
     monkeypatch.delitem(sys.modules, "my_actor")

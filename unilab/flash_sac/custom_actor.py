@@ -43,8 +43,11 @@ class CustomActor(SquashedGaussian):
 
     def forward(self, obs: Tensor, training: bool = False) -> tuple[Tensor, Tensor]:
         """See `SquashedGaussian.forward`."""
-        moved = {name: buffer.clone() for name, buffer in self.network.named_buffers() if training}
-        mean, log_std = functional_call(self.network, moved, (obs,), {"training": training})
+        if not training:
+            mean, log_std = self.network(obs, training=False)
+            return mean.float(), log_std.float()
+        moved = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
+        mean, log_std = functional_call(self.network, moved, (obs,), {"training": True})
         with torch.no_grad():  # what the backward pass needs are the copies
             for name, value in moved.items():
                 buffer = self.network.get_buffer(name)

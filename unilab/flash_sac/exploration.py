@@ -41,11 +41,12 @@ class HeldNoise:
         device: torch.device,
     ) -> None:
         self._generator = generator
-        self._fresh = registry.tensor("act/noise", torch.zeros(num_envs, action_dim, device=device))
-        self._chance = registry.tensor("act/chance", torch.zeros(num_envs, device=device))
-        self._held = registry.tensor("exploration/held", torch.zeros(num_envs, action_dim, device=device))
+        self._fresh = registry.tensor("act/noise", torch.zeros(num_envs, action_dim, device=device), lasting=False)
+        self._chance = registry.tensor("act/chance", torch.zeros(num_envs, device=device), lasting=False)
+        held = torch.zeros(num_envs, action_dim, device=device)
+        self._held = registry.tensor("exploration/held", held, lasting=False)
         remaining = torch.zeros(num_envs, dtype=torch.int32, device=device)
-        self._remaining = registry.tensor("exploration/remaining", remaining)
+        self._remaining = registry.tensor("exploration/remaining", remaining, lasting=False)
         cumulated = torch.tensor(hold_probabilities(mu, longest)).cumsum(0)[:-1]
         self._bounds = cumulated.to(device)  # (longest - 1,)
 

@@ -39,7 +39,8 @@ class RewardScale:
             return registry.tensor(f"reward_scale/{name}", torch.full((), value, device=device))
 
         self._gamma, self._largest = gamma, largest
-        self.returns = registry.tensor("reward_scale/returns", torch.zeros(num_envs, device=device))
+        returns = torch.zeros(num_envs, device=device)
+        self.returns = registry.tensor("reward_scale/returns", returns, lasting=False)
         self.largest_return, self.mean = scalar("largest_return", 0.0), scalar("mean", 0.0)
         self.variance, self.count = scalar("variance", 1.0), scalar("count", FIRST_COUNT)
 

@@ -58,6 +58,8 @@ class G1WalkFlat(VelocityTask):
     observation = OBSERVATION
     rewards = G1WalkFlatRewards
     phase_dim = 2
+    gait_period = 2 * math.pi
+    gait_offsets = (0.0, math.pi)
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class G1WalkFlat(VelocityTask):
 
     def advance_phase(self, phase: Tensor) -> Tensor:
         """Gait phases (N, 2) one control step later, wrapped to [0, 2 pi)."""
-        return torch.remainder(phase + 2 * math.pi * self.config.gait_frequency * self.control_dt, 2 * math.pi)
+        step = self.gait_period * self.config.gait_frequency * self.control_dt
+        return torch.remainder(phase + step, self.gait_period)
 
     def swing_height(self, phase: Tensor) -> Tensor:
         """Target height in m of a foot at `phase` rad: 0 at +-pi, `swing_height` at 0, a cubic smoothstep between."""
@@ -134,8 +137,8 @@ class G1WalkFlat(VelocityTask):
 
     def reset_phase(self, uniform: Tensor, phase: Tensor) -> Tensor:
         """Gait phases (N, 2) from draws (N, uniform_width): left in [0, 2 pi), right = left + pi, not wrapped."""
-        left = 2 * math.pi * uniform[:, self.uniform_columns["phase"]]
-        return torch.cat((left, left + math.pi), dim=1)
+        left = self.gait_period * uniform[:, self.uniform_columns["phase"]]
+        return torch.cat([left + offset for offset in self.gait_offsets], dim=1)
 
     def next_penalty_scale(self, scale: Tensor, mean_length: Tensor) -> Tensor:
         """Penalty factor () after episodes ended: down while they are short, up once they are long, clamped."""

@@ -23,8 +23,6 @@ __all__ = ["Go2JoystickFlat", "Go2JoystickFlatConfig", "Go2JoystickFlatRewards"]
 if TYPE_CHECKING:
     import mujoco
 
-FOOT_OFFSETS = (0.0, 0.5, 0.5, 0.0)  # of a cycle, in the order of LEGS: a trot
-
 
 class Go2JoystickFlat(VelocityTask):
     """The task bound to a number of environments and a device.
@@ -70,6 +68,8 @@ class Go2JoystickFlat(VelocityTask):
     observation = OBSERVATION
     rewards = Go2JoystickFlatRewards
     phase_dim = 1
+    gait_period = 1.0
+    gait_offsets = (0.0, 0.5, 0.5, 0.0)  # in the order of LEGS: a trot
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Go2JoystickFlat(VelocityTask):
         super().__init__(env, reward, num_envs, device, physics_profile)
         self.config = env
         self.push_interval = env.push_interval_steps
-        self._offsets = self._tensor(FOOT_OFFSETS)
+        self._offsets = self._tensor(self.gait_offsets)
         gains = [env.kp] * NUM_JOINTS + [env.kd] * NUM_JOINTS
         self._model_range = self._range(*gains, env.base_mass_offset, env.base_com_x_offset)
         self._push_range = self._range(env.push_velocity_xy, env.push_velocity_xy, env.push_velocity_z)
@@ -104,7 +104,9 @@ class Go2JoystickFlat(VelocityTask):
 
     def advance_phase(self, phase: Tensor) -> Tensor:
         """The clock (N, 1) one control step later, wrapped to [0, 1)."""
-        return torch.remainder(phase + self.config.gait_frequency * self.control_dt, 1.0)
+        return torch.remainder(
+            phase + self.gait_period * self.config.gait_frequency * self.control_dt, self.gait_period
+        )
 
     def reset_phase(self, uniform: Tensor, phase: Tensor) -> Tensor:
         """The clock (N, 1) as it is: episodes do not reset it."""
@@ -112,7 +114,7 @@ class Go2JoystickFlat(VelocityTask):
 
     def observed_phase(self, phase: Tensor) -> Tensor:
         """Phases (N, 4) of the feet in [0, 1), from the clock (N, 1)."""
-        return torch.remainder(phase + self._offsets, 1.0)
+        return torch.remainder(phase + self._offsets, self.gait_period)
 
     def reward_terms(
         self,

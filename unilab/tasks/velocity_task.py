@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,24 @@ from unilab.tasks.velocity_task_config import NOISY, RewardWeights, VelocityTask
 
 if TYPE_CHECKING:
     import mujoco
+
+
+class ObservationBlock(NamedTuple):
+    """Columns of the policy's observation: `scale` times what `source` says.
+
+    Attributes:
+        name: the term.
+        columns: where it stands.
+        scale: factor.
+        sensor: the robot's sensor that it reads, or None.
+        source: what it is, in words and SI units.
+    """
+
+    name: str
+    columns: slice
+    scale: float
+    sensor: str | None
+    source: str
 
 
 class VelocityTask(ABC):
@@ -64,6 +82,9 @@ class VelocityTask(ABC):
     gyro_site: ClassVar[str]
     velocity_site: ClassVar[str]
     root: ClassVar[str]
+    # Observed phases are (offset + time * frequency * period) modulo the period, where a clock starts at 0.
+    gait_period: ClassVar[float]
+    gait_offsets: ClassVar[tuple[float, ...]]
 
     obs_dim: ClassVar[int]
     critic_dim: ClassVar[int]
@@ -250,6 +271,23 @@ class VelocityTask(ABC):
         )
         return torch.cat(terms, dim=1) * self._scale
 
+    def observation_layout(self) -> list[ObservationBlock]:
+        """The policy's observation, block by block in column order, as `critic_observation` puts it together."""
+        sources = {
+            "base_ang_vel": (self.gyro, "the sensor, rad/s"),
+            "projected_gravity": (self.upvector, "minus the sensor"),
+            "joint_pos": (None, "joint positions minus the default pose, rad"),
+            "joint_vel": (None, "joint velocities, rad/s"),
+            "actions": (None, "the last action, 0 at first"),
+            "command": (None, "forward and sideways velocity, m/s, and yaw rate, rad/s"),
+            "gait_phase": (None, "(offsets + seconds * frequency * period) modulo the period, of the gait"),
+        }
+        columns = _columns(self.observation[:-1])
+        return [
+            ObservationBlock(name, where, float(self._scale[where.start]), *sources[name])
+            for name, where in columns.items()
+        ]
+
     def policy_observation(self, critic: Tensor, uniform: Tensor) -> Tensor:
         """Policy observation (N, obs_dim) of one without noise (N, critic_dim); noise from draws (N, 2 J) in [0, 1)."""
         return self._noisy(critic, uniform)[:, : self.obs_dim]
@@ -286,6 +324,12 @@ class VelocityTask(ABC):
         turned = _rotate_back(quaternion, velocity[:, 3:])
         state = (position, quaternion, joints, velocity[:, :3], turned, torch.zeros_like(joints))
         return torch.cat((*state, self._reset_model(uniform)), dim=1)
+
+    def middle_gains(self) -> tuple[Tensor, Tensor]:
+        """Stiffness and damping (J,) in the middle of what new episodes draw, actuator order."""
+        middle = self._reset_model(torch.full((1, self.uniform_width), 0.5, device=self.device))[0]
+        columns = _columns(self.model_fields)
+        return middle[columns["kp"]], middle[columns["kd"]]
 
     @abstractmethod
     def _reset_model(self, uniform: Tensor) -> Tensor:
