@@ -119,6 +119,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", metavar="N", type=int, help="ranks, on the first N visible GPUs (default 2, or 1 with one GPU)"
     )
+    parser.add_argument("--algo", metavar="A", default="sac", help="whose learner, for correctness (default sac)")
     parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
     parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a new file")
@@ -170,7 +171,8 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         metavar="A,B",
-        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss (default: all)",
+        help="some of eager,inductor,graph,inductor+graph and flashsac's inductor-loss,inductor-loss+graph,eager-reads "
+        "(default: all)",
     )
     parser.add_argument("--cycles", metavar="N", type=int, default=50, help="cycles to time (default 50)")
 

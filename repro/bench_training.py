@@ -48,6 +48,11 @@ POOL = {"idle": ACTION_WAIT_MS, "inside step": BACKEND_MS}
 CARRIER = {"apply command": APPLY_MS, "pack rows": PACK_MS}
 HOST = {"wait for rows": COLLECTOR_WAIT_MS, "act": INFERENCE_MS}
 
+_VARIANTS = (
+    "inductor: whole objectives are compiled; inductor-loss: losses, policy and steps alone.",
+    "eager-reads: the host reads what every update reports, otherwise once a cycle.",
+)
+
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -230,6 +235,7 @@ def learner_lines(found: LearnerBench) -> list[str]:
         text.plain_table(headers, rows, "lrrrrrrrr"),
         "",
         "ms/cycle: median. Update error: |update - eager update| / |eager update| of one cycle, worst parameter group.",
+        *(_VARIANTS if found.algo == "flashsac" else ()),
     ]
 
 

@@ -23,6 +23,7 @@ from unilab.names import EXIT_FAILED, EXIT_OK
 
 PROGRAM = (sys.executable, "-P", "-m", "unilab.probes")
 LIMIT_SECONDS = 600.0
+DEFAULT_ALGO = "sac"
 
 
 class Check(Strict):
@@ -108,6 +109,7 @@ class Findings(Strict):
         versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         by = self.backend if self.smoke else f"{self.backend} over {self.transport}"
         asked = [name for name, value in sorted(self.settings.items()) if value is True]
+        asked += [f"{name} {value}" for name, value in sorted(self.settings.items()) if isinstance(value, str)]
         return "; ".join([f"{count_of(self.world_size, 'rank')}, {by}, {devices}", versions, *asked])
 
 
@@ -120,18 +122,21 @@ class Asked:
         world_size: Number of ranks.
         smoke: On the CPU.
         compile_loss: Objectives and steps are compiled.
+        algo: Whose learner `correctness` looks at; the other probes look at none.
     """
 
     probe: ProbeName
     world_size: int
     smoke: bool
     compile_loss: bool = False
+    algo: str = DEFAULT_ALGO
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments of the program."""
         return (
             *(self.probe, "--world-size", str(self.world_size)),
+            *(("--algo", self.algo) if self.algo != DEFAULT_ALGO else ()),
             *(("--compile-loss",) if self.compile_loss else ()),
             *(("--smoke",) if self.smoke else ()),
         )
@@ -143,11 +148,15 @@ class Asked:
 
     def deviation(self, found: Findings) -> str | None:
         """What the findings are of, where that is not what was asked for."""
+        learner: dict[str, JsonValue] = {}
+        if self.probe == "correctness":
+            learner = {"algo": self.algo, "overrides": []}
         for what, asked, got in (
             ("probe", self.probe, found.probe),
             ("world_size", self.world_size, found.world_size),
             ("smoke", self.smoke, found.smoke),
             ("settings.compile_loss", self.compile_loss, found.settings.get("compile_loss")),
+            *((f"settings.{name}", value, found.settings.get(name)) for name, value in learner.items()),
         ):
             if asked != got:
                 return f"{what} was asked as {json.dumps(asked)}, its findings say {json.dumps(got)}"

@@ -14,7 +14,7 @@ from repro.host import Host, find_host
 from repro.launch import signals_interrupt, trainer_environment
 from repro.output import require_new
 from repro.plan import VISIBLE_DEVICES
-from repro.probe import Asked, Findings, Probed, plain, run_probe
+from repro.probe import DEFAULT_ALGO, Asked, Findings, Probed, plain, run_probe
 from repro.probes_section import measurement_tables, outcome
 from repro.schema import canonical_json
 from repro.session_probes import SMOKE_RANKS
@@ -52,17 +52,19 @@ def choose(arguments: argparse.Namespace, host: Host) -> Asked:
     """What to run: without --world-size two ranks, or one where this host shows one GPU.
 
     Raises:
-        UsageError: For fewer than one rank, or `nccl-capture` with --smoke.
+        UsageError: For fewer than one rank, `nccl-capture` with --smoke, or a learner where the probe looks at none.
         HostUnfitError: If this host shows fewer GPUs.
     """
     name, smoke, ranks = arguments.probe, arguments.smoke, arguments.world_size
     if ranks is not None and ranks < 1:
         raise UsageError(f"--world-size {ranks}: must be at least 1")
+    if name != "correctness" and arguments.algo != DEFAULT_ALGO:
+        raise UsageError(f"{name} looks at no learner; leave --algo out, or type repro probe correctness")
     on_cpu = "" if name == "nccl-capture" else "; add --smoke to run it with gloo on the CPU"
     if smoke:
         if not on_cpu:
             raise UsageError(f"{name} is about graphs on GPUs; leave --smoke out, on a host with a GPU")
-        return Asked(name, ranks or SMOKE_RANKS, True, arguments.compile_loss)
+        return Asked(name, ranks or SMOKE_RANKS, True, arguments.compile_loss, arguments.algo)
     if host.gpu_unusable is not None:
         raise HostUnfitError(f"probe {name} needs a GPU, and {host.gpu_unusable}{on_cpu}")
     shown = len(host.visible_gpus)
@@ -70,7 +72,7 @@ def choose(arguments: argparse.Namespace, host: Host) -> Asked:
         raise HostUnfitError(
             f"--world-size {ranks} needs {ranks} GPUs, this host shows {shown}; ask for at most {shown}{on_cpu}"
         )
-    return Asked(name, ranks or min(SMOKE_RANKS, shown), False, arguments.compile_loss)
+    return Asked(name, ranks or min(SMOKE_RANKS, shown), False, arguments.compile_loss, arguments.algo)
 
 
 def probe_lines(found: Findings) -> list[str]:

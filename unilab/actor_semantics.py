@@ -15,6 +15,7 @@ from unilab.algorithm import AlgoConfig
 
 ENTRY = "actor_semantics"
 SCHEMA_VERSION = 1
+TRANSFORM = "tanh"  # what both learners make of a Gaussian's values, and the only one they support
 FIELDS = ("kind", "builder", "kwargs", "obs_dim", "action_dim", "action_transform")
 RECOVERY = (
     f"no weight was restored; the minimum supported format is {ENTRY} with schema_version={SCHEMA_VERSION} and "
@@ -30,15 +31,15 @@ def describe_actor(algo: AlgoConfig, obs_dim: int, action_dim: int) -> dict[str,
         obs_dim: width of the policy observation.
         action_dim: width of the action.
     """
-    builder, kwargs = algo.actor_facts()
+    kind, builder, kwargs = algo.actor_facts()
     return {
         "schema_version": SCHEMA_VERSION,
-        "kind": "builtin",
+        "kind": kind,
         "builder": builder,
         "kwargs": kwargs,
         "obs_dim": obs_dim,
         "action_dim": action_dim,
-        "action_transform": "tanh",
+        "action_transform": TRANSFORM,
     }
 
 

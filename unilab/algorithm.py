@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unilab.learner import Actor, Learner
     from unilab.state import StateRegistry
 
+BUILTIN, CUSTOM = "builtin", "custom"  # kinds of actors
 LATEST = "-1"  # of `load_run` and `checkpoint`
 POSITIVE = (
     "num_envs",
@@ -123,12 +124,19 @@ class AlgoConfig:
         """The same with learning rates of 0."""
         raise NotImplementedError
 
-    def actor_facts(self) -> tuple[str, dict[str, Any]]:
-        """Where the actor is built and with what, as every checkpoint records it."""
+    def actor_facts(self) -> tuple[str, str, dict[str, Any]]:
+        """The actor's kind, where it is built and with what, as every checkpoint records it."""
         raise NotImplementedError
 
-    def build_actor(self, obs_dim: int, action_dim: int) -> Actor:
-        """The actor, freshly drawn."""
+    def check_actor(self, obs_dim: int, action_dim: int) -> None:
+        """Look at an actor that is not this project's, before anything begins.
+
+        Raises:
+            ValueError: one line naming what is wrong with it.
+        """
+
+    def build_actor(self, obs_dim: int, action_dim: int, device: torch.device | str = "cpu") -> Actor:
+        """The actor, freshly drawn, on a device."""
         raise NotImplementedError
 
     def build_learner(

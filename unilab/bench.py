@@ -25,14 +25,46 @@ from unilab.capture import on_stream
 from unilab.config import RunConfig, load_config
 from unilab.flash_sac.config import FlashSacParams
 from unilab.hardware import HostUnfit, choose_device, learner_threads
+from unilab.learner import Batch, Learner
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SCHEMA_VERSION
 from unilab.runner import build_task
 from unilab.synthetic import SETTLING_CYCLES, SyntheticRank, update_errors
 
-# Whether objectives are compiled, whether the phase is captured.
-VARIANTS = {"eager": (False, False), "inductor": (True, False), "graph": (False, True), "inductor+graph": (True, True)}
-# Of an algorithm that can compile less than its whole objectives.
-LOSS_ONLY = "inductor-loss"
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the update cycle.
+
+    Attributes:
+        compiled: objectives and steps are compiled.
+        captured: the phase is captured.
+        full: whole objectives are compiled, not their losses alone.
+        reads: what an update reports is read on the host after each, not once after the cycle.
+    """
+
+    compiled: bool = False
+    captured: bool = False
+    full: bool = True
+    reads: bool = False
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether it is something else than eager code."""
+        return self.compiled or self.captured
+
+
+VARIANTS = {
+    "eager": Variant(),
+    "inductor": Variant(compiled=True),
+    "graph": Variant(captured=True),
+    "inductor+graph": Variant(compiled=True, captured=True),
+}
+# Of an algorithm that can compile less than its whole objectives, and whose published times include such reads.
+FLASH_VARIANTS = VARIANTS | {
+    "inductor-loss": Variant(compiled=True, full=False),
+    "inductor-loss+graph": Variant(compiled=True, captured=True, full=False),
+    "eager-reads": Variant(reads=True),
+}
 CYCLES = 50
 WARMUP_CYCLES = 3
 
@@ -117,27 +149,25 @@ def bench_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def variants_of(config: RunConfig) -> dict[str, tuple[bool, bool]]:
+def variants_of(config: RunConfig) -> dict[str, Variant]:
     """The variants that a run's algorithm has."""
-    has_region = isinstance(config.algo.algo_params, FlashSacParams)
-    return VARIANTS | ({LOSS_ONLY: (True, False)} if has_region else {})
+    return FLASH_VARIANTS if isinstance(config.algo.algo_params, FlashSacParams) else VARIANTS
 
 
-def choose_variants(
-    asked: str | None, device: torch.device, variants: Mapping[str, tuple[bool, bool]] = VARIANTS
-) -> list[str]:
+def choose_variants(asked: str | None, device: torch.device, variants: Mapping[str, Variant] = VARIANTS) -> list[str]:
     """Names of the variants to run: those asked for, else all that the device can run.
 
     Raises:
         ValueError: for an unknown or repeated name, or one that the device cannot run.
     """
-    able = list(variants) if device.type == "cuda" else ["eager"]
+    able = [name for name, variant in variants.items() if device.type == "cuda" or not variant.needs_cuda]
     names = able if asked is None else asked.split(",")
     for name in names:
         if name not in variants:
             raise ValueError(f"--variants {asked}: unknown variant {name!r}; there is {', '.join(variants)}")
         if name not in able:
-            raise ValueError(f"--variants {asked}: {name} needs CUDA, this is {device.type}; type --variants eager")
+            instead = f"type --variants {','.join(able)}"
+            raise ValueError(f"--variants {asked}: {name} needs CUDA, this is {device.type}; {instead}")
     if len(set(names)) != len(names):
         raise ValueError(f"--variants {asked} names one twice")
     return names
@@ -164,16 +194,17 @@ def measure(
     Raises:
         RuntimeError: if the update is not finite.
     """
-    compiled, captured = variants_of(config)[name]
-    config = deepcopy(config)
+    variant, config = variants_of(config)[name], deepcopy(config)
     if isinstance(config.algo.algo_params, FlashSacParams):
-        config.algo.algo_params.compile_full_objectives = name != LOSS_ONLY
+        config.algo.algo_params.compile_full_objectives = variant.full
     torch._dynamo.reset()
-    rank = SyntheticRank(config, device, compiled)
+    rank = SyntheticRank(config, device, variant.compiled)
+    if variant.reads:
+        _read_every_update(rank.learner)
     rank.registry.restore(start)
-    compile_seconds = _seconds(rank.update, device) if compiled else None
+    compile_seconds = _seconds(rank.update, device) if variant.compiled else None
     rank.registry.restore(start)
-    capture_seconds = _seconds(lambda: rank.update.capture(rank.registry), device) if captured else None
+    capture_seconds = _seconds(lambda: rank.update.capture(rank.registry), device) if variant.captured else None
     rank.update()
     errors = update_errors(rank.registry.snapshot(), reference, start)
     for _ in range(WARMUP_CYCLES):
@@ -192,6 +223,17 @@ def _eager_cycle(config: RunConfig, device: torch.device) -> tuple[dict[str, Ten
     start = rank.registry.snapshot()
     rank.update()
     return start, rank.registry.snapshot(), rank.replay.capacity
+
+
+def _read_every_update(learner: Learner) -> None:
+    """Make every update of this learner wait for what it reports."""
+    update = learner.update
+
+    def update_and_read(batch: Batch, next_action: Tensor, log_pi: Tensor, actor_noise: Tensor | None) -> None:
+        update(batch, next_action, log_pi, actor_noise)
+        torch.stack([value.reshape(()) for value in learner.report().values()]).tolist()
+
+    learner.update = update_and_read  # type: ignore[method-assign]
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
@@ -247,9 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algo", default="sac", help="algorithm (default sac)")
     parser.add_argument("--task", default="g1_walk_flat", help="task (default g1_walk_flat)")
     parser.add_argument("--sim", default="mujoco", help="physics backend whose sizes are taken (default mujoco)")
-    parser.add_argument(
-        "--variants", metavar="A,B", help=f"of {', '.join([*VARIANTS, LOSS_ONLY])} (default: all that can run)"
-    )
+    parser.add_argument("--variants", metavar="A,B", help=f"of {', '.join(FLASH_VARIANTS)} (default: all that can run)")
     parser.add_argument("--cycles", metavar="N", type=int, default=CYCLES, help=f"cycles to time (default {CYCLES})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", type=Path, help="also write JSON to a file")

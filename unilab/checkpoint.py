@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unilab.actor_semantics import ENTRY, describe_actor, verify_actor
-from unilab.algorithm import LATEST
+from unilab.algorithm import CUSTOM, LATEST
 from unilab.config import RunConfig, load_config, restore_config
 from unilab.names import ATTEMPT_PATTERN, CHECKPOINT_PATTERN, CONFIG_FILE
 from unilab.run_dir import runs_folder
 
 if TYPE_CHECKING:
-    from unilab.learner import Learner
+    from unilab.learner import Actor, Learner
     from unilab.state import StateRegistry
     from unilab.tasks.velocity_task import VelocityTask
 
@@ -99,14 +99,20 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
 
     Raises:
         ValueError: as `find_run`, `load_run_config` and `load_checkpoint` do, or if the checkpoint's actor is not the
-            configuration's.
+            configuration's, or cannot be built any more.
     """
     wanted = load_config(algo, task, sim, [])
     directory = find_run(run, wanted)
-    config, checkpoint = load_run_config(directory, wanted), load_checkpoint(directory)
+    load_run_config(directory, wanted)  # before any checkpoint is read
+    checkpoint = load_checkpoint(directory)
+    config = load_run_config(checkpoint.file.parent, wanted)  # of the attempt that wrote it
     trained = config.env.task_class()
+    config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoint.content, expected, checkpoint.file)
+    if expected["kind"] == CUSTOM:
+        actor = config.algo.build_actor(trained.obs_dim, trained.action_dim)
+        _check_weights(actor, checkpoint.content["actor"], checkpoint.file)
     return config, checkpoint
 
 
@@ -293,3 +299,14 @@ def _unknown(
 
 def _names(config: RunConfig) -> tuple[str, str, str]:
     return config.algo.algo, config.training.task_name, config.training.sim_backend
+
+
+def _check_weights(actor: Actor, weights: dict[str, Any], file: Path) -> None:
+    """Refuse weights that do not fit, as where an actor's source changed and its name and arguments did not."""
+    own = {name: tuple(value.shape) for name, value in actor.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    for name in sorted(own.keys() | found.keys()):
+        shapes = found.get(name, "absent"), own.get(name, "absent")
+        if shapes[0] != shapes[1]:
+            apart = f"actor.{name} is {shapes[0]}, the actor that its builder makes now has {shapes[1]}"
+            raise ValueError(f"{file}: {apart}; no weight was restored; the source it was trained with is needed")

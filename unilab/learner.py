@@ -66,6 +66,9 @@ class Actor(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Take weights."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its weights and buffers by name."""
+
 
 class Exploration(Protocol):
     """The noise of the actions that environments take."""

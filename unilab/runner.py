@@ -426,13 +426,14 @@ class Runner:
 
 
 def build_task(config: RunConfig, device: torch.device, ranks: int = 1) -> VelocityTask:
-    """The task of a run, after checking that slots and rings of this host's `ranks` fit.
+    """The task of a run, after checking that its actor can act on it and slots and rings of this host's `ranks` fit.
 
     Raises:
-        ValueError: if a number of the task is out of bounds.
+        ValueError: if a number of the task is out of bounds, or an actor of one's own is not what it must be.
         HostUnfit: if memory is short.
     """
     task = config.build_task(config.algo.num_envs, device)
+    config.algo.check_actor(task.obs_dim, task.action_dim)
     widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
     check_memory(config, task.spec, row_width(widths), device, ranks)
     return task

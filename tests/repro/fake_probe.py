@@ -28,6 +28,8 @@ def mode_of(probe: str) -> str:
 
 def findings(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     """What a probe of this mode finds."""
+    algo = "sac" if mode == "other_algo" else arguments.algo
+    learner = {"algo": algo, "overrides": []} if arguments.probe == "correctness" else {}
     found = Findings(
         probe="correctness" if mode == "wrong_probe" else arguments.probe,
         smoke=arguments.smoke,
@@ -36,7 +38,7 @@ def findings(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
         devices=("cpu" if arguments.smoke else "Fake GPU",) * arguments.world_size,
         versions={"torch": "2.13.0"},
         transport="none" if arguments.smoke else "p2p",
-        settings={"compile_loss": arguments.compile_loss},
+        settings={"compile_loss": arguments.compile_loss, **learner},
         seconds=1.25,
         checks=(
             Check("parameters_equal", True, "the same on 2 ranks: 0123456789abcdef"),
@@ -62,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("probe")
     parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--algo", default="sac")
     parser.add_argument("--compile-loss", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--output", type=Path, required=True)

@@ -31,7 +31,7 @@ COMMANDS = {
         *("--out", "--override", "--require-gpu", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
-    "probe": ["PROBE", "--world-size", "--compile-loss", "--smoke", "--output", "--json"],
+    "probe": ["PROBE", "--world-size", "--algo", "--compile-loss", "--smoke", "--output", "--json"],
     "report": ["OUT_DIR", "--check"],
     "verify": ["OUT_DIR"],
     "gate": ["CURRENT", "--baseline", "--max-drop", "--junit"],

@@ -38,6 +38,7 @@ from repro.verify import verify
 from unilab.probes.__main__ import PROBES
 
 RECORD = "probes/correctness.json"
+PROGRAM = probe_module.PROGRAM
 BOTH = 'probes = ["correctness", "communication"]\n'
 
 
@@ -120,6 +121,8 @@ def test_a_failed_check_is_exit_code_1_and_stands_in_the_last_line(
         (4, ["nccl-capture"], "GPU-0,GPU-1 nccl-capture --world-size 2"),
         (4, ["correctness", "--compile-loss", "--world-size", "3"],
          "GPU-0,GPU-1,GPU-2 correctness --world-size 3 --compile-loss"),
+        (0, ["correctness", "--algo", "flashsac", "--smoke"],
+         "None correctness --world-size 2 --algo flashsac --smoke"),
     ],
 )  # fmt: skip
 def test_ranks_get_the_first_visible_gpus(
@@ -144,6 +147,8 @@ def test_ranks_get_the_first_visible_gpus(
          "--world-size 3 needs 3 GPUs, this host shows 2; ask for at most 2; add --smoke to run it with gloo on the "
          "CPU"),
         (2, ["communication", "--world-size", "0"], 2, "--world-size 0: must be at least 1"),
+        (2, ["communication", "--algo", "flashsac"], 2,
+         "communication looks at no learner; leave --algo out, or type repro probe correctness"),
         (2, ["communication", "--output", "."], 2, "--output . is a folder; name a new file in it"),
         (2, ["communication", "--output", __file__], 2,
          f"--output {__file__} exists; older results are never replaced, choose another name"),
@@ -157,6 +162,27 @@ def test_wrong_requests_are_one_line_and_start_nothing(
     assert main(["probe", *arguments]) == code
     assert capsys.readouterr().err == f"repro: {message}\n"
     assert calls() == []
+
+
+def test_findings_about_another_learner_are_refused(
+    gpus: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(0)
+    assert main(["probe", "correctness", "--smoke", "--algo", "flashsac"]) == 0
+    assert "; algo flashsac; 1.2 s" in capsys.readouterr().out.splitlines()[0]
+    monkeypatch.setenv("FAKE_PROBE", "other_algo")
+    assert main(["probe", "correctness", "--smoke", "--algo", "flashsac"]) == 1
+    assert 'settings.algo was asked as "flashsac", its findings say "sac"' in capsys.readouterr().err
+
+
+def test_an_algorithm_that_there_is_not_is_refused_by_the_trainer(
+    gpus: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(0)
+    monkeypatch.setattr(probe_module, "PROGRAM", PROGRAM)
+    assert main(["probe", "correctness", "--smoke", "--algo", "ppo"]) == 2
+    line = capsys.readouterr().err
+    assert line.endswith("probe: --algo ppo: there is sac, flashsac\n") and line.count("\n") == 1
 
 
 def test_an_unknown_probe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +339,8 @@ def test_probes_get_the_ranks_of_the_widest_case_that_fits(monkeypatch: pytest.M
         Asked("nccl-capture", 2, smoke=False),
     )
     assert probe_variables(both) == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
+    flash = both.model_copy(update={"matrix": both.matrix.model_copy(update={"algo": "flashsac"})})
+    assert [asked.algo for asked in planned_probes(flash)] == ["flashsac", "sac"]  # the latter looks at no learner
     narrow = plan.model_copy(update={"cells": (one, two.model_copy(update={"skip_reason": "too wide"}))})
     assert [asked.world_size for asked in planned_probes(narrow)] == [1, 1]
 

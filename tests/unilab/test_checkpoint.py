@@ -206,8 +206,11 @@ def test_a_run_is_loaded_by_minus_one_too(tmp_path: Path, monkeypatch: pytest.Mo
     entry = {ENTRY: describe_actor(wanted(tmp_path).algo, 98, 29)}
     write(path / "model_4.pt", 4, **entry)
     write(path / "attempt-002" / "model_6.pt", 6, **entry)
-    _, checkpoint = load_run(Path("-1"), "sac", "g1_walk_flat", "mujoco")
-    assert checkpoint.iteration == 6
+    config = json.loads((path / "config.json").read_text())
+    config["algo"]["max_iterations"] = 6  # a resume may change settings, so those of the attempt count
+    (path / "attempt-002" / "config.json").write_text(json.dumps(config))
+    loaded, checkpoint = load_run(Path("-1"), "sac", "g1_walk_flat", "mujoco")
+    assert (checkpoint.iteration, loaded.algo.max_iterations) == (6, 6)
 
 
 def test_the_run_of_an_attempt_is_the_folder_around_it(tmp_path: Path) -> None:

@@ -77,13 +77,25 @@ def test_only_cuda_runs_more_than_the_eager_variant() -> None:
 def test_flashsac_has_a_variant_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     sac, flash = (variants_of(load_config(algo, "g1_walk_flat", "mujoco", [])) for algo in ("sac", "flashsac"))
     assert list(sac) == ["eager", "inductor", "graph", "inductor+graph"]
-    assert choose_variants(None, CUDA, flash) == [*sac, "inductor-loss"]
+    assert choose_variants(None, CUDA, flash) == [*sac, "inductor-loss", "inductor-loss+graph", "eager-reads"]
+    assert choose_variants(None, CPU, flash) == ["eager", "eager-reads"]
+    with pytest.raises(ValueError, match="graph needs CUDA, this is cpu; type --variants eager,eager-reads"):
+        choose_variants("graph", CPU, flash)
     with pytest.raises(ValueError, match="unknown variant 'inductor-loss'"):
         choose_variants("inductor-loss", CUDA, sac)
     assert main([*SMOKE, "--algo", "flashsac", "--cycles", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["algo"], found["variants"][0]["variant"]) == ("flashsac", "eager")
-    assert set(found["variants"][0]["update_error"].values()) == {0.0}
+    assert (found["algo"], [item["variant"] for item in found["variants"]]) == ("flashsac", ["eager", "eager-reads"])
+    assert {error for item in found["variants"] for error in item["update_error"].values()} == {0.0}
+
+
+def test_reads_come_after_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = SyntheticRank(load_config("flashsac", "g1_walk_flat", "mujoco", SMALL), CPU, False)
+    read, report = [], rank.learner.report
+    monkeypatch.setattr(rank.learner, "report", lambda: read.append(1) or report())
+    bench._read_every_update(rank.learner)
+    rank.update()
+    assert len(read) == 8 + 1  # one for each update, one for the cycle
 
 
 def test_the_ring_is_full_of_rows_that_differ_and_sometimes_end() -> None:
@@ -154,10 +166,12 @@ def test_every_variant_does_the_same_work_on_a_gpu(capsys: pytest.CaptureFixture
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # compilers and the profiler may warn
 def test_every_variant_of_flashsac_does_the_same_work_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["learner", "--algo", "flashsac", *SMALL, "training.use_amp=false", "--cycles", "5", "--json"]
+    blocks = "algo.algo_params.actor_num_blocks=1", "algo.algo_params.critic_num_blocks=1"  # less to compile
+    arguments = ["learner", "--algo", "flashsac", *SMALL, *blocks, "training.use_amp=false", "--cycles", "5", "--json"]
     assert main(arguments) == 0
     found = {item["variant"]: item for item in json.loads(capsys.readouterr().out)["variants"]}
-    assert list(found) == ["eager", "inductor", "graph", "inductor+graph", "inductor-loss"]
+    assert list(found) == list(bench.FLASH_VARIANTS)
+    assert set(found["eager-reads"]["update_error"].values()) == {0.0}
     assert set(found["graph"]["update_error"].values()) == {0.0}
     for item in found.values():
         assert max(item["update_error"].values()) < 1e-3  # rounding of fused float32 operations; 2e-5 on the CPU

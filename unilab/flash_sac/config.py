@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from unilab.algorithm import AlgoConfig, AlgoParams, require_positive
+from unilab.algorithm import BUILTIN, CUSTOM, AlgoConfig, AlgoParams, require_positive
+from unilab.flash_sac.actor_spec import ActorSpec
 from unilab.validation import require
 
 if TYPE_CHECKING:
     import torch
 
     from unilab.data_parallel import DataParallel
-    from unilab.flash_sac.networks import Actor
+    from unilab.flash_sac.networks import SquashedGaussian
     from unilab.learner import Learner
     from unilab.state import StateRegistry
 
@@ -34,7 +35,7 @@ class FlashSacParams(AlgoParams):
         critic_num_blocks: residual blocks of each critic.
         actor_noise_zeta_mu: exponent of the distribution of steps for which an environment keeps its noise.
         actor_noise_zeta_max: most such steps.
-        actor_config: an actor of one's own; not part of this version.
+        actor_config: an actor of one's own, `{builder: package.module:name, kwargs: {…}}`; null is the built-in one.
         critic_min_v: lower end of the support.
         critic_max_v: upper end of the support.
         temp_initial_value: first temperature.
@@ -131,29 +132,52 @@ class FlashSacConfig(AlgoConfig):
         low, high = params.critic_min_v, params.critic_max_v
         require(-math.inf < low < high < math.inf, f"{PARAMS}.critic_max_v", f"finite and above {low!r}", high)
         require(params.n_step == 1, f"{PARAMS}.n_step", "1, returns of more steps are not supported", params.n_step)
-        custom = "null, actors of one's own are not part of this version"
-        require(params.actor_config is None, f"{PARAMS}.actor_config", custom, params.actor_config)
+        if params.actor_config is not None:
+            ActorSpec.parse(params.actor_config)
 
     def at_rest(self) -> FlashSacConfig:
         """The same with learning rates of 0."""
         still = replace(self.algo_params, learning_rate_init=0.0, learning_rate_peak=0.0, learning_rate_end=0.0)
         return replace(self, algo_params=still)
 
-    def actor_facts(self) -> tuple[str, dict[str, Any]]:
-        """See `AlgoConfig.actor_facts`; noise counts, as the weights were trained under it."""
-        params = self.algo_params
-        return "unilab.flash_sac.networks:Actor", {
-            "hidden_dim": self.actor_hidden_dim,
-            "num_blocks": params.actor_num_blocks,
-            "noise_zeta_mu": params.actor_noise_zeta_mu,
-            "noise_zeta_max": params.actor_noise_zeta_max,
-        }
+    @property
+    def _custom_actor(self) -> ActorSpec | None:
+        """The actor of one's own, or None. Raises ValueError where it is written wrong."""
+        given = self.algo_params.actor_config
+        return None if given is None else ActorSpec.parse(given)
 
-    def build_actor(self, obs_dim: int, action_dim: int) -> Actor:
+    def actor_facts(self) -> tuple[str, str, dict[str, Any]]:
+        """See `AlgoConfig.actor_facts`; noise counts, as the weights were trained under it."""
+        params, custom = self.algo_params, self._custom_actor
+        if custom is not None:
+            return CUSTOM, custom.builder, custom.kwargs
+        return (
+            BUILTIN,
+            "unilab.flash_sac.networks:Actor",
+            {
+                "hidden_dim": self.actor_hidden_dim,
+                "num_blocks": params.actor_num_blocks,
+                "noise_zeta_mu": params.actor_noise_zeta_mu,
+                "noise_zeta_max": params.actor_noise_zeta_max,
+            },
+        )
+
+    def check_actor(self, obs_dim: int, action_dim: int) -> None:
+        """See `AlgoConfig.check_actor`."""
+        if self._custom_actor is not None:
+            from unilab.flash_sac.custom_actor import check_custom_actor
+
+            check_custom_actor(self._custom_actor, obs_dim, action_dim)
+
+    def build_actor(self, obs_dim: int, action_dim: int, device: torch.device | str = "cpu") -> SquashedGaussian:
         """See `AlgoConfig.build_actor`."""
+        if self._custom_actor is not None:
+            from unilab.flash_sac.custom_actor import build_custom_actor
+
+            return build_custom_actor(self._custom_actor, obs_dim, action_dim, device)
         from unilab.flash_sac.networks import Actor
 
-        return Actor(obs_dim, action_dim, self.actor_hidden_dim, self.algo_params.actor_num_blocks)
+        return Actor(obs_dim, action_dim, self.actor_hidden_dim, self.algo_params.actor_num_blocks).to(device)
 
     def build_learner(
         self,

@@ -5,6 +5,7 @@ Each layer says what its parameters are after an optimizer step (`normalized`); 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,8 +47,8 @@ class UnitLinear(Layer):
         """`(M, B, O)` of `(M, B, I)` or `(1, B, I)`."""
         members, out_features, in_features = self.weight.shape
         pad_in, pad_out = -in_features % ALIGNMENT, -out_features % ALIGNMENT
-        weight = F.pad(self.weight, (0, pad_in, 0, pad_out))
-        product = torch.bmm(F.pad(features, (0, pad_in)).expand(members, -1, -1), weight.transpose(1, 2))
+        weight = _padded(self.weight, pad_in, pad_out)
+        product = torch.bmm(_padded(features, pad_in).expand(members, -1, -1), weight.transpose(1, 2))
         product = product[..., :out_features]
         return product if self.bias is None else product + self.bias.unsqueeze(1)
 
@@ -102,7 +103,7 @@ class BatchNorm(Layer):
         unbiased = variance * (rows / max(rows - 1, 1))
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
             moved = torch.lerp(running, value.expand_as(running), MOMENTUM)
-            running.copy_(torch.where(moved.isfinite(), moved, running))
+            running.copy_(torch.where(moved.abs() < math.inf, moved, running))  # half the kernels of isfinite
 
     @staticmethod
     def normalized(values: Sequence[Tensor]) -> list[Tensor]:
@@ -189,19 +190,20 @@ class Normalizer:
     """Brings the parameters of a network's layers back to their norms.
 
     Args:
-        network: all its parameters belong to a `Layer`.
+        network: what belongs to no `Layer` stays as it is.
     """
 
     def __init__(self, network: nn.Module) -> None:
+        places = {parameter: place for place, parameter in enumerate(network.parameters())}
         layers = [layer for layer in network.modules() if isinstance(layer, Layer)]
-        self._plan = [(layer.normalized, len(list(layer.parameters(recurse=False)))) for layer in layers]
-        assert sum(count for _, count in self._plan) == len(list(network.parameters()))
+        self._plan = [(layer.normalized, [places[p] for p in layer.parameters(recurse=False)]) for layer in layers]
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """What takes the place of `values`, one for each parameter in the order of `network.parameters()`."""
-        normalised: list[Tensor] = []
-        for normalized, count in self._plan:
-            normalised += normalized(values[len(normalised) : len(normalised) + count])
+        normalised = list(values)
+        for normalized, places in self._plan:
+            for place, value in zip(places, normalized([normalised[place] for place in places]), strict=True):
+                normalised[place] = value
         return normalised
 
 
@@ -218,6 +220,11 @@ def share_buffers(network: nn.Module, source: nn.Module) -> None:
     for module, other in zip(network.modules(), source.modules(), strict=True):
         for name, buffer in other.named_buffers(recurse=False):
             setattr(module, name, buffer)
+
+
+def _padded(matrix: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """With zeros behind its columns and rows; `F.pad` by nothing would copy."""
+    return F.pad(matrix, (0, columns, 0, rows)) if columns or rows else matrix
 
 
 def _factor(squares: Tensor, features: int) -> Tensor:

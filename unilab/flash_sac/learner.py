@@ -12,7 +12,7 @@ from unilab.data_parallel import DataParallel
 from unilab.flash_sac.config import FlashSacConfig
 from unilab.flash_sac.exploration import HeldNoise
 from unilab.flash_sac.layers import Normalizer, share_buffers
-from unilab.flash_sac.networks import Actor, CriticPair
+from unilab.flash_sac.networks import CriticPair, SquashedGaussian
 from unilab.flash_sac.objectives import (
     act_and_judge,
     actor_loss,
@@ -48,7 +48,7 @@ class FlashSacLearner(ActorCritic):
     """
 
     metrics: tuple[str, ...] = METRICS
-    actor: Actor
+    actor: SquashedGaussian
     critic: CriticPair
     target: CriticPair
     _frozen_critic: CriticPair
@@ -82,9 +82,9 @@ class FlashSacLearner(ActorCritic):
 
     def _build_networks(self, obs_dim: int, critic_dim: int, registry: StateRegistry) -> None:
         config, params, action_dim = self._config, self._config.algo_params, self._action_dim
-        actor = Actor(obs_dim, action_dim, config.actor_hidden_dim, params.actor_num_blocks)
         widths = (critic_dim, action_dim, config.critic_hidden_dim, params.critic_num_blocks, config.num_atoms)
-        self.actor, self.critic = actor.to(self._device), CriticPair(*widths).to(self._device)
+        self.actor = config.build_actor(obs_dim, action_dim, self._device)
+        self.critic = CriticPair(*widths).to(self._device)
         self.target = copy.deepcopy(self.critic).requires_grad_(False)
         # The same weights seen without gradients: the actor's objective goes through the critics, never into them.
         self._frozen_critic = copy.deepcopy(self.critic).requires_grad_(False)

@@ -13,8 +13,31 @@ from unilab.flash_sac.layers import Trunk, UnitLinear, normalize_
 LOG_STD_MIN, LOG_STD_MAX = -10.0, 2.0
 
 
-class Actor(nn.Module):
-    """Gaussian policy squashed by tanh.
+class SquashedGaussian(nn.Module):
+    """A Gaussian policy squashed by tanh, whatever its network."""
+
+    def forward(self, obs: Tensor, training: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation before squashing, both `(B, A)` float32.
+
+        Args:
+            obs: `(B, O)`.
+            training: normalise by the statistics of these rows, where there is batch normalisation.
+        """
+        raise NotImplementedError
+
+    def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Action `(B, A)` and log-density `(B,)` under noise `(B, A)`, by the running statistics."""
+        mean, log_std = self(obs)
+        return squash(mean, log_std, noise)
+
+    def deterministic(self, obs: Tensor) -> Tensor:
+        """The squashed mean, `(B, A)`."""
+        mean, _ = self(obs)
+        return torch.tanh(mean)
+
+
+class Actor(SquashedGaussian):
+    """FlashSAC's own policy.
 
     Args:
         obs_dim: width of the policy observation, O below.
@@ -30,25 +53,10 @@ class Actor(nn.Module):
         normalize_(self)
 
     def forward(self, obs: Tensor, training: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation before squashing, both `(B, A)`; log-std lies in [-10, 2].
-
-        Args:
-            obs: `(B, O)`.
-            training: normalise by the statistics of these rows.
-        """
+        """See `SquashedGaussian.forward`; log-std lies in [-10, 2]."""
         features = self.trunk(obs, training)
         mean, raw = self.mean(features).squeeze(0).float(), self.log_std(features).squeeze(0).float()
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (1.0 + torch.tanh(raw))
-
-    def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Action `(B, A)` and log-density `(B,)` under noise `(B, A)`, by the running statistics."""
-        mean, log_std = self(obs)
-        return squash(mean, log_std, noise)
-
-    def deterministic(self, obs: Tensor) -> Tensor:
-        """The squashed mean, `(B, A)`."""
-        mean, _ = self(obs)
-        return torch.tanh(mean)
 
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unilab.flash_sac.networks import Actor, CriticPair, squash
+from unilab.flash_sac.networks import CriticPair, SquashedGaussian, squash
 from unilab.learner import Batch
 from unilab.sac.objectives import project, shift
 
@@ -97,7 +97,7 @@ def actor_loss(action_log_pi: Tensor, logits: Tensor, alpha: Tensor, points: Ten
     return (alpha * action_log_pi - value).mean(), -action_log_pi.detach().mean()
 
 
-def joined_policy(actor: Actor, batch: Batch) -> tuple[Tensor, Tensor]:
+def joined_policy(actor: SquashedGaussian, batch: Batch) -> tuple[Tensor, Tensor]:
     """Mean and log-std `(B, A)` of this state's actions, normalised over the rows of this and the next state."""
     mean, log_std = actor(torch.cat((batch.obs, batch.next_obs)), training=True)
     rows = len(batch.obs)

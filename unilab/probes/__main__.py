@@ -33,7 +33,7 @@ MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 host unfit, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     began = time.monotonic()
     try:
         entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
@@ -45,14 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
         if arguments.algo not in ALGORITHMS:
             raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
-        if arguments.probe != "correctness" and arguments.algo != DEFAULT_ALGO:
-            raise ValueError(f"{arguments.probe} looks at no learner; leave --algo out")
+        if arguments.probe != "correctness" and (arguments.algo != DEFAULT_ALGO or arguments.overrides):
+            raise ValueError(f"{arguments.probe} looks at no learner; leave --algo and settings out")
         if arguments.smoke and arguments.world_size > MOST_ON_CPU:
             raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
         if arguments.output is not None and arguments.output.is_dir():
             raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
         if arguments.output is not None and not arguments.output.parent.is_dir():
             raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+        if arguments.probe == "correctness":
+            from unilab.probes.correctness_rank import configure
+
+            configure(0, "gloo" if arguments.smoke else "nccl", arguments.algo, arguments.overrides)
     except LookupError as error:
         return _refuse(error.args[0], EXIT_HOST_UNFIT)
     except ValueError as error:
@@ -62,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         transport = choose_transport(entries, AUTO, os.environ)
     backend = "gloo" if arguments.smoke else "nccl"
     environment = {**os.environ, **transport.variables}
-    setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo)
+    overrides = tuple(arguments.overrides)
+    setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo, overrides)
+    learner = {"algo": arguments.algo, "overrides": list(overrides)} if arguments.probe == "correctness" else {}
     run: Probe = import_module(PROBES[arguments.probe]).run
     try:
         checks, measurements = run(setting)
@@ -76,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=_device_names(len(entries), arguments.smoke),
         versions=_versions(entries, arguments.smoke),
         transport=transport.name,
-        settings={"algo": arguments.algo, "compile_loss": arguments.compile_loss},
+        settings={"compile_loss": arguments.compile_loss, **learner},
         seconds=time.monotonic() - began,
         checks=tuple(checks),
         measurements=tuple(measurements),
@@ -141,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile-loss", action="store_true", help="compile objectives and steps")
     parser.add_argument("--smoke", action="store_true", help="gloo on the CPU in place of NCCL on GPUs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON to a file, not to the terminal")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the learner, for correctness")
     return parser
 
 

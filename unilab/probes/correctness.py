@@ -32,7 +32,8 @@ def run(
         Checks, and measurements, of which there are none.
     """
     limit = _limit(setting) if seconds is None else seconds
-    done = setting.run(program, {"algo": setting.algo, "compile_loss": setting.compile_loss, "seconds": limit}, limit)
+    asked = {"algo": setting.algo, "overrides": list(setting.overrides), "compile_loss": setting.compile_loss}
+    done = setting.run(program, {**asked, "seconds": limit}, limit)
     return [*join_parts(done.parts), _check_ending(done, time.monotonic())], []
 
 

@@ -16,8 +16,14 @@ from unilab.probes.findings import RankPart
 from unilab.probes.learning import Learning, State, changed, digest, learned
 from unilab.synthetic import SETTLING_CYCLES, update_errors
 
-UPDATE_TOLERANCE = 2e-2  # of a bfloat16 cycle; fused operations keep float32 where separate ones round in between
+# A compiled cycle rounds elsewhere than an eager one: fused operations keep float32 where separate ones go to bfloat16
+# in between. Measured on the CPU, both lie equally far from float32 (critic 3.4 % each, actor 2.5 %) and 2.9 % from
+# each other; the order of a batch's rows alone makes 1.6 %. So the eager cycle's own distance from float32 is the
+# measure. What hides in it, as one row of a batch does, shows in the gradients that are compared in float32.
+ROUNDING = 2.0  # times that
 SCALAR_TOLERANCE = 6e-2  # of the temperature, whose one gradient follows a mean; 1.7e-2 was seen
+FLOAT_TOLERANCE = 1e-3  # of float32, where a row may choose the other critic; 4e-4 was seen
+REORDERED_TOLERANCE = 2e-2  # of eager cycles whose gradients are summed in another order
 REPLAYS = 1000
 FREE_MEMORY_SLACK = 8 * 2**20  # bytes; the driver hands out device memory in pieces of 2 MiB
 
@@ -43,20 +49,54 @@ def check_graph(
     start = eager.state()
     eager.cycles(count)
     reference = eager.state()
+    exact = _float32_state(config, device, ranks, start) if compiled else reference
     learning = Learning(config, device, compiled, ranks)
     learning.rank.registry.restore(start)
     learning.cycle.capture(learning.rank.registry)
     learning.cycles(count)
     state = learning.state()
-    _compare(part, state, reference, start, f"{count} cycles", not compiled and ranks.world_size <= 2)
+    if compiled:
+        _compare_rounding(part, state, reference, exact, start)
+    else:
+        _compare(part, state, reference, start, f"{count} cycles", ranks.world_size <= 2)
     part.same("replayed_state_equal", digest(state, learned(state)))
     return learning
 
 
+def _float32_state(config: RunConfig, device: torch.device, ranks: DataParallel, start: State) -> State:
+    """The state after one eager cycle without autocast."""
+    plain = Learning(replace(config, training=replace(config.training, use_amp=False)), device, False, ranks)
+    plain.rank.registry.restore(start)
+    plain.cycle()
+    return plain.state()
+
+
+def rounding_limits(reference: State, exact: State, start: State) -> dict[str, float]:
+    """How far from the float32 update a compiled one may lie, by group: `ROUNDING` times as far as the eager one does.
+
+    Args:
+        reference: after one eager cycle.
+        exact: after one eager cycle in float32.
+        start: before.
+    """
+    least = {"temperature": SCALAR_TOLERANCE}
+    own = update_errors(reference, exact, start)
+    return {name: max(ROUNDING * error, least.get(name, FLOAT_TOLERANCE)) for name, error in own.items()}
+
+
+def _compare_rounding(part: RankPart, state: State, reference: State, exact: State, start: State) -> None:
+    """Compiled cycles differ from eager ones by rounding, and by no more."""
+    limits, errors = rounding_limits(reference, exact, start), update_errors(state, exact, start)
+    worst = max(errors, key=lambda name: errors[name] / limits[name])
+    between = update_errors(state, reference, start)[worst]
+    detail = f"1 cycle, update error against float32 {errors[worst]:.2g} ({worst}), at most {limits[worst]:.2g}"
+    part.check("graph_equals_eager", errors[worst] <= limits[worst], f"{detail}; against eager {between:.2g}")
+
+
 def _compare(part: RankPart, state: State, reference: State, start: State, what: str, exact: bool) -> None:
-    """Bit for bit where `exact`: not where code is compiled, nor where a sum of more than two has an order."""
+    """Bit for bit where `exact`: not where a sum of more than two has an order."""
     apart, errors = changed(state, reference, state), update_errors(state, reference, start)
-    limits = {name: SCALAR_TOLERANCE if name == "temperature" else UPDATE_TOLERANCE for name in errors}
+    limits = {name: SCALAR_TOLERANCE if name == "temperature" else REORDERED_TOLERANCE for name in errors}
     worst = max(errors, key=lambda name: errors[name] / limits[name])
     detail = f"{what}, update error {errors[worst]:.2g} ({worst}), "
     if exact:

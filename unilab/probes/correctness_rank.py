@@ -43,16 +43,22 @@ def main(argv: Sequence[str]) -> int:
 def run(seat: Seat, part: RankPart) -> None:
     """Meet the others, make every check and leave."""
     part.enter("meeting the other ranks")
-    config = configure(seat.rank, seat.backend, seat.options["algo"])
+    config = configure(seat.rank, seat.backend, seat.options["algo"], seat.options["overrides"])
     device = choose_device(config, seat.world_size)
     torch.set_num_threads(learner_threads(seat.world_size))
     ranks = DataParallel.join(seat.rank, seat.world_size, device, Path(seat.store))
     leave(part, check(part, config, device, bool(seat.options["compile_loss"]), ranks), ranks)
 
 
-def configure(rank: int, backend: str, algo: str = "sac") -> RunConfig:
-    """The run of a rank, with a seed of its own."""
-    config = load_config(algo, "g1_walk_flat", "mujoco", SMALL if backend == "gloo" else FULL)
+def configure(rank: int, backend: str, algo: str = "sac", overrides: Sequence[str] = ()) -> RunConfig:
+    """The run of a rank, with a seed of its own.
+
+    Raises:
+        ValueError: if an override is wrong, or an actor of one's own.
+    """
+    config = load_config(algo, "g1_walk_flat", "mujoco", [*(SMALL if backend == "gloo" else FULL), *overrides])
+    task = config.env.task_class()
+    config.algo.check_actor(task.obs_dim, task.action_dim)
     return replace(config, algo=replace(config.algo, seed=config.algo.seed + rank))
 
 

@@ -27,6 +27,7 @@ class Setting:
         environment: what the ranks inherit, the variables of the transport included.
         compile_loss: whether objectives and steps are compiled.
         algo: algorithm whose learner is looked at, where a probe looks at one.
+        overrides: settings of that learner, `key=value`.
     """
 
     entries: tuple[str, ...]
@@ -34,6 +35,7 @@ class Setting:
     environment: dict[str, str]
     compile_loss: bool = False
     algo: str = "sac"
+    overrides: tuple[str, ...] = ()
 
     def run(
         self,

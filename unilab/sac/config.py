@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from unilab.algorithm import AlgoConfig, AlgoParams, require_positive
+from unilab.algorithm import BUILTIN, AlgoConfig, AlgoParams, require_positive
 from unilab.validation import require
 
 if TYPE_CHECKING:
@@ -92,15 +92,15 @@ class SacConfig(AlgoConfig):
         """The same with learning rates of 0."""
         return replace(self, actor_lr=0.0, critic_lr=0.0, algo_params=replace(self.algo_params, alpha_lr=0.0))
 
-    def actor_facts(self) -> tuple[str, dict[str, Any]]:
+    def actor_facts(self) -> tuple[str, str, dict[str, Any]]:
         """See `AlgoConfig.actor_facts`."""
-        return "unilab.sac.networks:Actor", {"hidden": self.actor_hidden_dim}
+        return BUILTIN, "unilab.sac.networks:Actor", {"hidden": self.actor_hidden_dim}
 
-    def build_actor(self, obs_dim: int, action_dim: int) -> Actor:
+    def build_actor(self, obs_dim: int, action_dim: int, device: torch.device | str = "cpu") -> Actor:
         """See `AlgoConfig.build_actor`."""
         from unilab.sac.networks import Actor
 
-        return Actor(obs_dim, action_dim, self.actor_hidden_dim)
+        return Actor(obs_dim, action_dim, self.actor_hidden_dim).to(device)
 
     def build_learner(
         self,

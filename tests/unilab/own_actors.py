@@ -1,0 +1,162 @@
+"""Actors of one's own, right and wrong ones, by the name of what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilab.flash_sac.layers import Trunk, UnitLinear, normalize_
+from unilab.flash_sac.networks import Actor
+
+NUMBER = 3
+
+
+class Plain(nn.Module):
+    """The simplest one that works."""
+
+    action_transform_id: Any = "tanh"
+
+    def __init__(self, obs_dim: int, action_dim: int, device: Any, hidden: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(obs_dim, hidden), nn.ELU(), nn.Linear(hidden, 2 * action_dim)).to(device)
+
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, raw = self.body(observations).chunk(2, -1)
+        return mean, -4.0 + 6.0 * torch.tanh(raw)
+
+
+class Normalised(nn.Module):
+    """FlashSAC's trunk, a batch norm of torch's, and a free layer."""
+
+    action_transform_id = "tanh"
+
+    def __init__(self, obs_dim: int, action_dim: int, device: Any) -> None:
+        super().__init__()
+        self.trunk = Trunk(1, obs_dim, 8, 1)
+        self.norm = nn.BatchNorm1d(8)
+        self.mean, self.log_std = UnitLinear(1, 8, action_dim, bias=True), nn.Linear(8, action_dim)
+        normalize_(self)
+        self.to(device)
+
+    def forward(self, observations: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+        features = self.norm.train(training)(self.trunk(observations, training).squeeze(0))
+        return self.mean(features.unsqueeze(0)).squeeze(0), self.log_std(features).clamp(-10, 2)
+
+
+class NoTransform(Plain):
+    action_transform_id = None
+
+
+class OtherTransform(Plain):
+    action_transform_id = "clip"
+
+
+class NotATransform(Plain):
+    action_transform_id = 3
+
+
+class NoTrainingArgument(Plain):
+    def forward(self, observations: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(observations, False)
+
+
+class OneTensor(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        return super().forward(observations, training)[0]
+
+
+class ThreeTensors(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        return (*super().forward(observations, training), observations)
+
+
+class OneColumn(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean, log_std[:, :1]
+
+
+class FixedRows(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean[:4], log_std[:4]
+
+
+class WholeNumbers(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean.long(), log_std
+
+
+class NotFinite(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean, log_std.log()
+
+
+class NotFiniteInTraining(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean / (0.0 if training else 1.0), log_std
+
+
+class SteepGradient(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return (mean - mean).sqrt(), log_std
+
+
+class NoGradient(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean.detach(), log_std.detach()
+
+
+class HostRead(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return (mean, log_std) if mean.mean() < 100 else (mean + 1, log_std)
+
+
+class SizedByValues(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        return mean + 0.0 * observations[observations > 0].sum(), log_std
+
+
+class Frozen(Plain):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.body[0].requires_grad_(False)
+
+
+class Doubles(Plain):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.double()
+
+
+class NoParameters(nn.Module):
+    action_transform_id = "tanh"
+
+    def __init__(self, obs_dim: int, action_dim: int, device: Any) -> None:
+        super().__init__()
+
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        return observations, observations
+
+
+def fails(obs_dim: int, action_dim: int, device: Any) -> nn.Module:
+    raise OSError("no pretrained\nweights here")
+
+
+def a_dict(**given: Any) -> dict[str, Any]:
+    return given
+
+
+def builtin(obs_dim: int, action_dim: int, device: Any, hidden: int, blocks: int) -> nn.Module:
+    actor = Actor(obs_dim, action_dim, hidden, blocks).to(device)
+    actor.action_transform_id = "tanh"  # type: ignore[assignment]
+    return actor
