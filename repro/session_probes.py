@@ -69,12 +69,15 @@ def log_file(probe: str) -> str:
 def planned_probes(plan: Plan) -> tuple[Asked, ...]:
     """The probes of a plan, with the ranks of the widest case that the host can hold.
 
-    Objectives are compiled where runs compile them: on a GPU.
+    Objectives are compiled where runs compile them: on a GPU. Learners are those of the matrix's algorithm.
     """
     smoke = plan.matrix.smoke
     own = [cell.world_size for cell in plan.runnable if not cell.foreign]
     ranks = SMOKE_RANKS if smoke else max(own, default=1)
-    return tuple(Asked(name, ranks, smoke, name == "correctness" and not smoke) for name in plan.matrix.probes)
+    return tuple(
+        Asked(name, ranks, smoke, not smoke, plan.matrix.algo) if name == "correctness" else Asked(name, ranks, smoke)
+        for name in plan.matrix.probes
+    )
 
 
 def probe_variables(plan: Plan) -> dict[str, str]:
