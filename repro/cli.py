@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO, cast
@@ -248,7 +248,7 @@ def _run_plan(
     sys.stdout.flush()
     journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
     view = SessionView(plan, Console())
-    with contextlib.nullcontext() if resumed else claim(out_dir):
+    with _naming(out_dir), contextlib.nullcontext() if resumed else claim(out_dir):
         interrupted = run_cells(
             plan,
             journal,
@@ -261,7 +261,8 @@ def _run_plan(
             finished=finished or {},
             roots=roots,
         )
-    report = write_report(out_dir)
+    with _naming(out_dir):
+        report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
     stages = bounding_stages(report.evidence)
     page = f"{out_dir / REPORT_FILE}"
@@ -270,6 +271,18 @@ def _run_plan(
     sys.stdout.flush()
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code
+
+
+@contextlib.contextmanager
+def _naming(out_dir: Path) -> Iterator[None]:
+    """Say of an error of the system, as a full disk, where what was reached is and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{error}; what was reached is in {out_dir}: repro report {out_dir} writes its page, "
+            f"repro run with the same arguments and --resume --out {out_dir} goes on"
+        ) from error
 
 
 def _analyze(arguments: argparse.Namespace) -> int:

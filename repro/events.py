@@ -141,7 +141,7 @@ def find_event_file(run_dir: Path) -> Path:
         raise Refusal(
             Reason.MISSING_RUN_DIR, f"{run_dir.resolve().name} is not a directory; give the directory of one run"
         )
-    found = sorted(path for path in run_dir.rglob(f"*{_EVENT_FILE_MARK}*") if not path.is_dir())
+    found = sorted(path for path in run_dir.rglob(f"*{_EVENT_FILE_MARK}*") if path.is_file())  # a pipe would block
     if not found:
         raise Refusal(
             Reason.NO_EVENT_FILE, f"{run_dir.resolve().name} has no *{_EVENT_FILE_MARK}* file; was the logger on?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ NOT_KNOWN = (
     "that ran are missing"
 )
 EVENT_FILES = "*tfevents*"
+UNLISTED = re.compile("[\\\\\x00-\x1f\x7f\ud800-\udfff]")  # in a name: no page or hash list can hold it
 MOST_TEXT = 64 * 2**20  # bytes of a file that is looked at
 # Run as a program of its own, which becomes the trainer.
 _CONFINED = """
@@ -61,7 +63,7 @@ def clean_folder(run_dir: Path, redactor: Redactor) -> list[str]:
     """Make a run directory fit to publish; return the names that changed, relative to it.
 
     Links are removed, names of files are redacted as TensorBoard's carry the host's, and so is every text file. Other
-    files, as events and checkpoints, stay as they are.
+    files, as events and checkpoints, stay as they are. Letters of a name that no hash list can hold become ``_``.
     """
     changed = []
     for path in sorted(run_dir.rglob("*"), reverse=True):  # what is in a folder before the folder
@@ -71,7 +73,7 @@ def clean_folder(run_dir: Path, redactor: Redactor) -> list[str]:
             changed.append(redactor.text(name))
             continue
         rewritten = path.is_file() and _is_text(path) and redactor.file(path)
-        kept = path.with_name(redactor.text(path.name).replace("<", "").replace(">", ""))
+        kept = path.with_name(UNLISTED.sub("_", redactor.text(path.name).replace("<", "").replace(">", "")))
         if kept != path:
             path.rename(kept)
         if kept != path or rewritten:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import Literal
 
 from repro import stats, text
@@ -36,6 +36,8 @@ SENTENCES: dict[RowVerdict, str] = {
 }
 # Every number of a run: one that a baseline has and a report lacks has vanished.
 METRICS = tuple(name for name, field in CellResult.model_fields.items() if field.annotation == float | None)
+# What a run's own noise decides whether there is: without enough effective points a run has no trend.
+OF_THE_NOISE = ("trend", "trend_ci_low", "trend_ci_high", "autocorrelation", "effective_points")
 FORMS: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "ceiling_share": ("share of the physics ceiling", text.percent),
     "steps_per_second": ("env steps/s", text.rate),
@@ -270,7 +272,9 @@ def _metric(side: Side, item: Comparison) -> str | None:
 
 
 def _mean(side: Groups) -> float:
-    """Geometric mean of one group, or the ratio of two."""
+    """Geometric mean of one group, or the ratio of two; the arithmetic mean of one that is not all above zero."""
+    if len(side) == 1 and min(side[0]) <= 0.0:  # as a return; such a number is shown and never judged
+        return fmean(side[0])
     return geometric_mean(side[-1]) / (geometric_mean(side[0]) if len(side) == 2 else 1.0)
 
 
@@ -282,7 +286,7 @@ def _vanished(base: Side, current: Side, case: str) -> Iterator[Row]:
     """Numbers that nobody judges, and that the runs of the baseline have and those of the report lack."""
     if not current.values(case, "steps_per_second"):
         return  # the whole case is missing, which is said once
-    for metric in (name for name in METRICS if name not in FORMS):
+    for metric in (name for name in METRICS if name not in (*FORMS, *OF_THE_NOISE)):
         if not current.values(case, metric):
             yield from compare_number(f"{case}: {metric}", text.significant, _group(base, case, metric), (), None, 0.0)
 

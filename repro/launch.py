@@ -5,6 +5,7 @@ Even where the suite itself is killed: on Linux a cell gets SIGTERM when the thr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -27,6 +28,9 @@ from unilab.names import EXIT_OK
 
 GRACE_SECONDS = 10.0
 REASON_LENGTH = 300
+TAIL_BYTES = 2**16  # of a log, in which its last line is looked for
+KILL_ROUNDS = 3  # what is killed may have started another just before
+SET_CHILD_SUBREAPER = 36  # of prctl: orphans below this process become its children
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Run as a program of its own, which becomes the cell: Popen's preexec_fn is unsafe beside the view's thread.
 _TIED = """
@@ -122,7 +126,7 @@ def run_cell(
         How it ended. An interrupt (Ctrl-C) ends the process group too and is returned as the outcome `interrupted`.
     """
     began = time.monotonic()
-    with log.open("wb") as output, interrupts_held() as let_interrupts_in:
+    with log.open("wb") as output, interrupts_held() as let_interrupts_in, orphans_ended():
         process = subprocess.Popen(
             _tied(command),
             cwd=out_dir,
@@ -197,6 +201,34 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
         let_in()
 
 
+@contextlib.contextmanager
+def orphans_ended() -> Iterator[None]:
+    """End what a run leaves running outside its process group, as a daemon, which would take CPUs from the next run.
+
+    On Linux alone: elsewhere such a process is nobody's child any more.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = set(process_tree(os.getpid()))
+    _adopt(True)
+    try:
+        yield
+    finally:
+        for _ in range(KILL_ROUNDS):
+            left = [process for process in process_tree(os.getpid()) if process not in before]
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, GRACE_SECONDS)
+        _adopt(False)
+
+
+def _adopt(orphans: bool) -> None:
+    """Whether orphans below this process become its children; an old kernel refuses and leaves things as they are."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
+
+
 def _wait(
     process: subprocess.Popen[bytes],
     timeout: float,
@@ -260,7 +292,10 @@ def _code_text(code: int) -> str:
 
 def last_line(log: Path) -> str:
     """Last line of a log that says something, redacted and cut; a placeholder for an empty log."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    with log.open("rb") as file:  # from near its end: a log may be larger than the memory
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        tail = file.read().decode("utf-8", errors="replace")
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if not lines:
         return "its log is empty"
     text = Redactor(log.parent.parent).text(lines[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shlex
 import sys
@@ -24,6 +25,13 @@ from unilab.names import EXIT_FAILED, EXIT_OK
 PROGRAM = (sys.executable, "-P", "-m", "unilab.probes")
 LIMIT_SECONDS = 600.0
 DEFAULT_ALGO = "sac"
+OLDER: dict[str, JsonValue] = {"algo": DEFAULT_ALGO, "overrides": []}  # of commits whose findings do not say it
+# What no passing probe lacks, on any device and of any version: without it nothing was probed. `*` stands for a name.
+ESSENTIAL: dict[ProbeName, tuple[str, ...]] = {
+    "correctness": ("initial_state_equal", "parameters_equal", "gradient_is_mean_of_ranks", "ranks_ended"),
+    "communication": ("ended_*", "values_correct_*"),
+    "nccl-capture": ("*_warmed",),
+}
 
 
 class Check(Strict):
@@ -81,6 +89,12 @@ class Findings(Strict):
         required = [check.passed for check in self.checks if check.required]
         if self.passed != (bool(required) and all(required)):
             raise ValueError(f"passed is {json.dumps(self.passed)}, its checks say otherwise")
+        made = [check.name for check in self.checks if check.required]
+        lacking = [pattern for pattern in ESSENTIAL[self.probe] if not fnmatch.filter(made, pattern)]
+        if self.passed and lacking:
+            raise ValueError(f"passed is true without the check {lacking[0]!r}")
+        if any((name == "cpu") != self.smoke for name in self.devices):
+            raise ValueError(f"devices {', '.join(self.devices)} with smoke = {json.dumps(self.smoke)}")
         return self
 
     @model_validator(mode="after")
@@ -136,9 +150,9 @@ class Asked:
         """Arguments of the program."""
         return (
             *(self.probe, "--world-size", str(self.world_size)),
-            *(("--algo", self.algo) if self.algo != DEFAULT_ALGO else ()),
             *(("--compile-loss",) if self.compile_loss else ()),
             *(("--smoke",) if self.smoke else ()),
+            *(("--algo", self.algo) if self.algo != DEFAULT_ALGO else ()),  # commits before it know no other
         )
 
     def shell_command(self, variables: Mapping[str, str]) -> str:
@@ -156,7 +170,7 @@ class Asked:
             ("world_size", self.world_size, found.world_size),
             ("smoke", self.smoke, found.smoke),
             ("settings.compile_loss", self.compile_loss, found.settings.get("compile_loss")),
-            *((f"settings.{name}", value, found.settings.get(name)) for name, value in learner.items()),
+            *((f"settings.{name}", value, found.settings.get(name, OLDER[name])) for name, value in learner.items()),
         ):
             if asked != got:
                 return f"{what} was asked as {json.dumps(asked)}, its findings say {json.dumps(got)}"

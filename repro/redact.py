@@ -14,6 +14,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parent.parent
 AB_FOLDER = "repro-ab-"  # start of the name of a temporary folder with the code of two commits
 _AB_CODE = re.compile(rf"(?:/[\w.-]+)+/{AB_FOLDER}\w+/[a-z](?![\w.-])")
+UNFINISHED = ".redacted"  # end of the name of a file that is being written
 TEXT_SUFFIXES = (".json", ".jsonl", ".log", ".txt", ".TXT")
 
 
@@ -43,9 +44,12 @@ class Redactor:
         is_json = path.suffix in (".json", ".jsonl")
         after = self._json(before, lines=path.suffix == ".jsonl") if is_json else self.text(before)
         if after != before:
-            temporary = path.with_name(f".{path.name}.redacted")
-            temporary.write_bytes(after.encode("utf-8", errors="surrogateescape"))
-            temporary.replace(path)
+            temporary = path.with_name(f".{path.name}{UNFINISHED}")
+            try:
+                temporary.write_bytes(after.encode("utf-8", errors="surrogateescape"))
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)  # of a full disk, or an interrupt
         return after != before
 
     def value(self, value: Any) -> Any:
@@ -72,6 +76,12 @@ class Redactor:
         """Redact every text file below `folder`; return the names of those that changed, relative to it."""
         files = sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file())
         return [path.relative_to(folder).as_posix() for path in files if not path.is_symlink() and self.file(path)]
+
+
+def remove_unfinished(out_dir: Path) -> None:
+    """Remove what a session that was killed while it redacted left in a report's folder."""
+    for path in out_dir.rglob(f".*{UNFINISHED}"):
+        path.unlink()
 
 
 def _paths(out_dir: Path | None) -> dict[str, str]:

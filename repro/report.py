@@ -9,6 +9,7 @@ from repro.evidence import Evidence, read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
 from repro.layout import FIGURES_DIR, HOST_FILE, REPORT_FILE, RESULT_FILE, is_derived
 from repro.manifest import check_manifest, list_files, write_manifest
+from repro.redact import remove_unfinished
 from repro.render import render_report
 from repro.result import Result, compute_result
 from repro.schema import canonical_json
@@ -51,6 +52,7 @@ def derive_report(out_dir: Path, figures: bool = True) -> Report:
 
 def write_report(out_dir: Path) -> Report:
     """Write the derived files of a folder and its hash list; figures that are no longer drawn are removed."""
+    remove_unfinished(out_dir)
     report = derive_report(out_dir)
     for path in out_dir.glob(f"{FIGURES_DIR}/*.svg"):
         if path.relative_to(out_dir).as_posix() not in report.files:

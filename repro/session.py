@@ -237,6 +237,8 @@ def _run_one(
         if path.exists():
             redactor.file(path)
     run_dir = out_dir / cell.run
+    if run_dir.is_symlink():  # what lies elsewhere is no part of the report
+        run_dir.unlink()
     redact = partial(clean_folder, redactor=redactor) if cell.foreign else redactor.folder
     redacted = redact(run_dir) if run_dir.is_dir() else []
     entry = journal.write(

@@ -106,6 +106,9 @@ class Sampler:
                 finally:
                     if self._reader is not None:
                         self._reader.close()
+        if self.count is not None and not self._closed:
+            with contextlib.suppress(OSError):  # a disk that was full may have taken a line late
+                self.count = self._path.read_bytes().count(b"\n")
 
     def _sample_until_stopped(self, file: TextIO) -> None:
         cpus, failed = CpuReader(self._cpu_ids), self._open()

@@ -24,7 +24,7 @@ class Trial:
     """How a trial ended.
 
     Attributes:
-        fault: what went wrong first, None where every rank ended well.
+        fault: what went wrong first, of every rank that ended badly at that moment; None where all ended well.
         seconds: from the start of the processes to their end.
         logs: what each rank printed, both streams.
     """
@@ -99,12 +99,12 @@ def end_with_parent() -> None:
 def _wait(
     ranks: Sequence[subprocess.Popen[bytes]], deadline: float, seconds: float, meanings: Mapping[int, str]
 ) -> str | None:
-    """Wait until all ranks ended well, or say what went wrong first."""
+    """Wait until all ranks ended well, or say what went wrong first; of several at once nobody knows which began."""
     while True:
         endings = [_ending(rank.pid, meanings) for rank in ranks]
-        for rank, ending in enumerate(endings):
-            if ending:
-                return f"rank {rank} {ending}"
+        failed = [f"rank {rank} {ending}" for rank, ending in enumerate(endings) if ending]
+        if failed:
+            return ", ".join(failed)
         if all(ending == "" for ending in endings):
             return None
         if time.monotonic() > deadline:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -257,6 +258,11 @@ def test_a_directory_without_events_or_with_them_one_level_down_says_so(event_fi
     found = refusal(read_scalars, tmp_path / "runs")
     assert found.code == "no_event_file"
     assert "did you mean first?" in str(found)
+
+
+def test_a_pipe_with_the_name_of_an_event_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.out.tfevents.1")
+    assert refusal(events.find_event_file, tmp_path).code == "no_event_file"
 
 
 @pytest.mark.parametrize("change", ["lost point", "lost tag", "other value", "added tag"])

@@ -124,6 +124,23 @@ def test_names_of_files_and_folders_lose_the_hosts_name_and_links_go(
     assert (folder / "host_tb" / "events.out.tfevents.17.host.9.0").read_bytes() == b"\0walker01"  # binary: as it was
 
 
+def test_names_that_no_list_can_hold_are_changed_and_a_folder_elsewhere_is_no_run(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    odd = "import os, sys; os.symlink(sys.argv[2], sys.argv[1])"
+    command = ["command", [sys.executable, "-c", odd, "{run_dir}", str(elsewhere)]]
+    foreign_trainer.write_events(elsewhere, 40)
+    code, out = run_session(
+        tmp_path, text_of(foreign_case(**dict([command]), event_tag=foreign_trainer.TAG), own=False)
+    )
+    assert code == 4
+    assert "missing_run_dir" in (out / RESULT_FILE).read_text() and verify([out], lambda line: None)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "a\nb\\c\udcff.bin").write_bytes(b"\0")
+    clean_folder(folder, Redactor(tmp_path))
+    assert [path.name for path in folder.iterdir()] == ["a_b_c_.bin"]
+
+
 @linux
 def test_it_runs_where_the_case_says_and_imports_nothing_of_this_project(session: Path) -> None:
     facts = json.loads((session / "runs" / "theirs_r1" / "facts.json").read_text())

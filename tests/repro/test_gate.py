@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,15 +334,31 @@ def test_a_case_or_number_that_vanished_fails() -> None:
     assert verdicts(judged(base, without))["n1: share of the physics ceiling"] == "vanished"
 
 
+def changed_cells(of: Side, **values: Any) -> Side:
+    """A side all of whose runs have these numbers."""
+    cells = tuple(one.model_copy(update=values) for one in of.result.cells)
+    return replace(of, result=of.result.model_copy(update={"cells": cells}))
+
+
 def test_every_number_of_a_run_can_vanish() -> None:
     assert {"physics_fraction", "exposed_ms", "learner_cycle_ms", "startup_seconds"} < set(METRICS)
-    base, current = side("a", {"n1": STEADY}), side("b", {"n1": STEADY})
-    cells = tuple(one.model_copy(update={"exposed_ms": None}) for one in current.result.cells)
-    result = current.result.model_copy(update={"cells": cells})
-    less = Side("b", "abc1234", current.matrix, result, current.settings, current.events)
+    base, less = side("a", {"n1": STEADY}), changed_cells(side("b", {"n1": STEADY}), exposed_ms=None)
     gate = judged(base, less)
     assert verdicts(gate)["n1: exposed_ms"] == "vanished" and gate.exit_code == 1
     assert "n1: exposed_ms" not in verdicts(judged(less, base))
+
+
+def test_a_number_that_is_not_above_zero_vanishes_too() -> None:
+    base = changed_cells(side("a", {"n1": STEADY}), exposed_ms=0.0)
+    gate = judged(base, changed_cells(side("b", {"n1": STEADY}), exposed_ms=None))
+    assert verdicts(gate)["n1: exposed_ms"] == "vanished" and gate.exit_code == 1
+
+
+def test_a_trend_that_too_noisy_a_run_does_not_have_is_no_loss() -> None:
+    base = changed_cells(side("a", {"n1": STEADY}), trend=-0.04, trend_ci_low=-0.2)
+    noise = ("trend", "trend_ci_low", "trend_ci_high", "autocorrelation", "effective_points")
+    noisy = changed_cells(side("b", {"n1": STEADY}), **dict.fromkeys(noise))
+    assert judged(base, noisy).exit_code == 0
 
 
 def test_a_comparison_that_vanished_fails() -> None:

@@ -88,6 +88,22 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans another parent")
+def test_a_daemon_left_behind_is_killed(tmp_path: Path) -> None:
+    trainer = (
+        "import os, time\n"
+        "if os.fork(): os.wait()\n"
+        "else:\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        "    print(os.getpid(), flush=True); time.sleep(60)\n"
+    )
+    log = tmp_path / "cell.log"
+    assert run_cell(python(trainer + "time.sleep(0.5)"), os.environ, tmp_path, log, 60).exit_code == 0
+    assert not is_alive(int(log.read_text()))
+    assert psutil.Process().children() == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")
 def test_a_killed_suite_leaves_no_cell_behind(tmp_path: Path) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
@@ -165,3 +181,13 @@ def test_the_last_line_is_cut(tmp_path: Path) -> None:
     log.parent.mkdir()
     log.write_text("first\n" + "x" * 1000 + "\n\n  \n")
     assert last_line(log) == "x" * 299 + "…"
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "cell.log"
+    log.parent.mkdir()
+    with log.open("wb") as file:
+        file.truncate(2**38)  # a hole, larger than the memory
+        file.seek(2**38)
+        file.write(b"\nlast\n")
+    assert last_line(log) == "last"

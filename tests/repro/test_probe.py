@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 import signal
@@ -30,13 +31,15 @@ from repro.layout import RESULT_FILE
 from repro.manifest import write_manifest
 from repro.matrix import Matrix, ProbeName, parse_matrix
 from repro.plan import PROBE_ESTIMATE_SECONDS, make_plan
-from repro.probe import Asked, Findings
+from repro.probe import ESSENTIAL, Asked, Findings
 from repro.result import Result
 from repro.schema import canonical_json, parse_model, read_model
 from repro.session_probes import planned_probes, probe_variables
 from repro.verify import verify
 from unilab.probes.__main__ import PROBES
+from unilab.probes.nccl_capture import CASES
 
+PROGRAMS = Path(__file__).parents[2] / "unilab" / "probes"
 RECORD = "probes/correctness.json"
 PROGRAM = probe_module.PROGRAM
 BOTH = 'probes = ["correctness", "communication"]\n'
@@ -87,11 +90,14 @@ def test_a_probe_that_passes_says_so_line_by_line(
     gpus(0)
     assert main(["probe", "communication", "--smoke"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "SMOKE: communication: 2 ranks, gloo, 2 \N{MULTIPLICATION SIGN} cpu; torch 2.13.0; 1.2 s"
+    assert (
+        lines[0]
+        == f"SMOKE: communication: 2 ranks, gloo, 2 \N{MULTIPLICATION SIGN} cpu; torch {fake_probe.TORCH}; 1.2 s"
+    )
     assert lines[1:4] == [
-        "ok      parameters_equal    the same on 2 ranks: 0123456789abcdef",
-        "ok      gradients_averaged  largest difference 3e-8",
-        "noted   bits_equal          last bits differ",
+        "ok      ended_x           the same on 2 ranks: 0123456789abcdef",
+        "ok      values_correct_x  largest difference 3e-8",
+        "noted   bits_equal        last bits differ",
     ]
     assert [line.split() for line in lines[5:8]] == [
         ["operation", "bytes", "microseconds"],
@@ -108,8 +114,8 @@ def test_a_failed_check_is_exit_code_1_and_stands_in_the_last_line(
     monkeypatch.setenv("FAKE_PROBE", "fail")
     assert main(["probe", "correctness"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "FAILED  gradients_averaged  largest difference 3e-8" in lines
-    assert lines[-1] == "correctness: FAILED, gradients_averaged: largest difference 3e-8"
+    assert "FAILED  gradient_is_mean_of_ranks  largest difference 3e-8" in lines
+    assert lines[-1] == "correctness: FAILED, gradient_is_mean_of_ranks: largest difference 3e-8"
 
 
 @pytest.mark.parametrize(
@@ -242,17 +248,19 @@ def test_json_is_the_probes_own_and_goes_into_a_file_too(
     output = tmp_path / "found.json"
     assert main(["probe", "correctness", "--smoke", "--json", "--output", str(output)]) == 0
     shown = capsys.readouterr().out
-    assert shown == output.read_text() and json.loads(shown)["checks"][2]["required"] is False
+    assert shown == output.read_text() and json.loads(shown)["checks"][-1]["required"] is False
     parse_model(Findings, shown, "test")
 
 
 def content(**changes: Any) -> str:
     """JSON of findings that pass, with changes."""
-    check = {"name": "a", "passed": True, "detail": "", "required": True}
+    checks = [
+        {"name": name, "passed": True, "detail": "", "required": True} for name in fake_probe.NAMES["correctness"]
+    ]
     found: dict[str, Any] = {
         **{"schema_version": 1, "passed": True, "probe": "correctness", "smoke": True, "backend": "gloo"},
         **{"world_size": 2, "devices": ["cpu", "cpu"], "versions": {}, "transport": "none", "settings": {}},
-        **{"seconds": 1.0, "checks": [check], "measurements": []},
+        **{"seconds": 1.0, "checks": checks, "measurements": []},
     }
     return json.dumps(found | changes)
 
@@ -262,9 +270,11 @@ def content(**changes: Any) -> str:
     [
         ({"passed": False}, "passed is false, its checks say otherwise"),
         ({"checks": []}, "passed is true, its checks say otherwise"),
+        ({"checks": json.loads(content())["checks"][1:]}, "passed is true without the check 'parameters_equal'"),
+        ({"devices": ["cpu", "Fake GPU"]}, "devices cpu, Fake GPU with smoke = true"),
         ({"devices": ["cpu"]}, "1 devices of 2 ranks"),
         ({"backend": "nccl"}, "backend nccl with smoke = true"),
-        ({"checks": 2 * json.loads(content())["checks"]}, "check 'a' is there twice"),
+        ({"checks": 2 * json.loads(content())["checks"]}, "check 'parameters_equal' is there twice"),
         ({"seconds": float("nan")}, "seconds: "),
         ({"world_size": "2"}, "world_size: "),
         ({"measurements": [{"x": [1.0, float("inf")]}]}, "measurements hold a number that is not finite"),
@@ -275,6 +285,26 @@ def test_findings_that_cannot_be_are_refused(changes: dict[str, Any], problem: s
     with pytest.raises(UsageError) as caught:
         parse_model(Findings, content(**changes), "f")
     assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_checks_that_no_probe_may_lack_are_those_of_the_trainer() -> None:
+    for name in ESSENTIAL["correctness"]:
+        assert any(f'"{name}"' in path.read_text() for path in PROGRAMS.glob("correctness*.py")), name
+    for name in ESSENTIAL["communication"]:
+        assert f'f"{name.replace("*", "{name}")}"' in (PROGRAMS / "communication.py").read_text(), name
+    (pattern,) = ESSENTIAL["nccl-capture"]
+    assert [case.warmed_up for case in CASES] == [fnmatch.fnmatch(case.name, pattern) for case in CASES]
+
+
+def test_a_probe_looks_at_the_learner_of_its_matrix() -> None:
+    matrix = toy_matrix(algo="flashsac", probes=("correctness", "communication"))
+    correctness, communication = planned_probes(make_plan(matrix, *make_host(), SOURCE))
+    assert correctness.arguments[-2:] == ("--algo", "flashsac") and "--algo" not in communication.arguments
+    assert correctness.deviation(parse_model(Findings, content(), "f")) == (
+        "settings.compile_loss was asked as false, its findings say null"
+    )
+    of_sac = parse_model(Findings, content(settings={"compile_loss": False}), "f")
+    assert correctness.deviation(of_sac) == 'settings.algo was asked as "flashsac", its findings say "sac"'
 
 
 def test_a_probe_that_is_told_to_end_ends_its_ranks(tmp_path: Path) -> None:
@@ -396,7 +426,8 @@ def test_probes_that_pass_come_first_and_stand_in_the_report(sessions: dict[str,
     out = sessions["ok"]
     result = read_model(Result, out / RESULT_FILE)
     assert [probe.model_dump() for probe in result.probes] == [
-        {"name": name, "passed": True, "detail": "2 of 2 checks passed"} for name in ("correctness", "communication")
+        {"name": "correctness", "passed": True, "detail": "4 of 4 checks passed"},
+        {"name": "communication", "passed": True, "detail": "2 of 2 checks passed"},
     ]
     assert result.verdict == "measured"
     events = [(entry.event, entry.probe) for entry in read_journal(out)]
@@ -410,7 +441,7 @@ def test_probes_that_pass_come_first_and_stand_in_the_report(sessions: dict[str,
     section = page[page.index("## Probes") : page.index("## Metric")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
     assert ["`correctness`", "bits_equal", "noted", "last bits differ"] in rows
-    assert ["`communication`", "gradients_averaged", "ok", "largest difference 3e-8"] in rows
+    assert ["`communication`", "values_correct_x", "ok", "largest difference 3e-8"] in rows
     assert ["operation", "bytes", "microseconds"] in rows and ["all_reduce", "1,024", "12.50"] in rows
     assert "no correctness probe ran" not in page and "The physics ceiling of the host was not measured." in page
     assert checked(out)[0]
@@ -427,7 +458,7 @@ def test_nothing_kept_of_a_probe_names_the_machine(sessions: dict[str, Path]) ->
 @pytest.mark.parametrize(
     ("mode", "detail"),
     [
-        ("correctness:fail", "gradients_averaged: largest difference 3e-8"),
+        ("correctness:fail", "gradient_is_mean_of_ranks: largest difference 3e-8"),
         ("correctness:crash", "exit code 1: RuntimeError: asked to crash"),
     ],
 )
@@ -511,7 +542,7 @@ def changed(edit: Callable[[dict[str, Any]], object], name: str = RECORD) -> Cal
 def passing(record: dict[str, Any]) -> None:
     """A failed check turned, consistently."""
     record["findings"]["passed"] = True
-    record["findings"]["checks"][1]["passed"] = True
+    record["findings"]["checks"][3]["passed"] = True
 
 
 def drop(event: str) -> Callable[[Path], None]:
@@ -541,7 +572,9 @@ def swap_plan(out: Path) -> None:
         ("ok", lambda out: (out / "logs/probe_correctness.log").unlink(), "logs/probe_correctness.log is missing"),
         ("ok", change(RECORD, '"reason"', ' "reason"'), f"{RECORD}: not as the suite writes it"),
         ("ok", changed(lambda r: r["findings"].update(world_size=3)), f"{RECORD}: findings: 2 devices of 3 ranks"),
-        ("ok", changed(lambda r: r["findings"].update(probe="communication")), 'probe was asked as "correctness"'),
+        ("ok", changed(lambda r: r["findings"].update(probe="communication")), "without the check 'ended_*'"),
+        ("ok", changed(lambda r: r["findings"]["checks"].pop(0)), "without the check 'parameters_equal'"),
+        ("ok", changed(lambda r: r["findings"]["versions"].update(torch="1.0")), f"{RECORD} is of torch 1.0, "),
         ("ok", changed(lambda r: r["findings"].update(host="x")), "unknown key 'findings.host'"),
         ("ok", changed(lambda r: r.update(reason="why")), "it must hold findings or a reason, and not both"),
         ("ok", changed(lambda r: r["findings"]["checks"][0].update(passed=False)), "its checks say otherwise"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_damaged_and_foreign_bytes_survive(redactor: Redactor, tmp_path: Path) -
     assert (tmp_path / "a.json").read_bytes() == b'{"a": "<user>'
     assert (tmp_path / "b.log").read_bytes() == b"\xff\xfe <user>\n"
     assert (tmp_path / "model_1.pt").read_bytes() == b"marie"
+
+
+def test_a_file_that_could_not_be_rewritten_leaves_nothing_beside_it(
+    redactor: Redactor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("marie")
+
+    def replace(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="No space"):
+        redactor.file(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.log"] and path.read_text() == "marie"
 
 
 @pytest.mark.parametrize("name", ["root", "runner"])

@@ -258,6 +258,15 @@ def test_a_session_killed_while_it_moved_an_attempt_aside_goes_on(tmp_path: Path
     checked(out)
 
 
+def test_a_session_killed_while_it_redacted_a_file_has_a_report_that_verifies(tmp_path: Path) -> None:
+    _, out = run_session(tmp_path, matrix_text({"bad": {"FAKE_MODE": "crash"}, "good": {}}))
+    for name in (MANIFEST_FILE, RESULT_FILE, REPORT_FILE):
+        (out / name).unlink()
+    (out / "logs" / ".bad_r1.log.redacted").touch()
+    assert main(["report", str(out)]) == 0
+    checked(out)
+
+
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [

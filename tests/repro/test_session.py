@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from session_builder import (
     toy_matrix,
 )
 
+from repro.cli import main
 from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.journal import read_journal
@@ -165,6 +167,20 @@ def test_a_closed_output_does_not_end_the_session(tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert [cell.status for cell in result_of(out).cells] == ["measured", "measured"]
     assert verify([out], lambda line: None)
+
+
+def test_a_full_disk_ends_a_session_with_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(out_dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("repro.report.write_report", full)
+        code, out = run_session(tmp_path, matrix_text({"one": {}}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and "No space left" in line and f"--resume --out {out} goes on" in line
+    assert main(["report", str(out)]) == 0 and verify([out], lambda line: None)
 
 
 def test_a_hanging_cell_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

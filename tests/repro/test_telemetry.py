@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -115,6 +117,25 @@ def test_a_file_that_cannot_be_written_hurts_nothing(tmp_path: Path) -> None:
     with Sampler(tmp_path / "telemetry" / "a.jsonl", (0,), ()) as sampler:
         time.sleep(0.05)
     assert sampler.count is None
+
+
+def test_a_line_that_a_full_disk_took_late_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.TextIOWrapper):
+        full = True
+
+        def flush(self) -> None:
+            if not self.closed and Full.full:  # the line stays in the buffer and is written when the file is closed
+                Full.full = False
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().flush()
+
+    path = tmp_path / "cell.jsonl"
+    own, stream = Path.open, Full(path.open("wb"), encoding="utf-8")
+    monkeypatch.setattr(Path, "open", lambda self, mode, **named: stream if mode == "w" else own(self, mode, **named))
+    with Sampler(path, (), (), interval=60.0) as sampler:
+        pass
+    assert sampler.count == 2  # the sample and what went wrong
+    assert len(read_telemetry(path, sampler.count)) == 2
 
 
 def test_busy_shares_are_those_of_the_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
+
+from unilab import trial
 
 PARENT = """
 import os, sys
@@ -35,3 +38,11 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     for process in alive:
         os.kill(process.pid, signal.SIGKILL)
     assert alive == []
+
+
+def test_of_ranks_that_failed_at_once_every_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "POLL", 2.0)  # s, in which all of them end
+    programs = ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", "import time; time.sleep(60)"]
+    commands = [[sys.executable, "-S", "-c", program] for program in programs]
+    found = trial.try_ranks(commands, [dict(os.environ)] * 3, 30.0, tmp_path)
+    assert found.fault == "rank 0 ended with exit code 3, rank 1 was killed by SIGKILL"
