@@ -128,7 +128,7 @@ def test_a_failed_check_is_exit_code_1_and_stands_in_the_last_line(
         (4, ["correctness", "--compile-loss", "--world-size", "3"],
          "GPU-0,GPU-1,GPU-2 correctness --world-size 3 --compile-loss"),
         (0, ["correctness", "--algo", "flashsac", "--smoke"],
-         "None correctness --world-size 2 --algo flashsac --smoke"),
+         "None correctness --world-size 2 --smoke --algo flashsac"),
     ],
 )  # fmt: skip
 def test_ranks_get_the_first_visible_gpus(
