@@ -198,7 +198,7 @@ def table(facts: dict[str, Any]) -> list[str]:
     """The measures of `eval.json` as lines of text."""
     episodes = facts["episodes"]
     lines = [
-        f"{episodes} episodes without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
+        f"{episodes} episode{'s' * (episodes != 1)} without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
     ]
     for name, key, digits in (
         ("return", "episode_return", 2),

@@ -295,7 +295,7 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
     assert checkpoint["state"]["actor/adamw_step"] == 12
     capsys.readouterr()
     assert evaluation.main([*NAMES, "--load-run", str(run), "--episodes", "2"]) == 0
-    assert "at iteration 3, 2 episodes" in capsys.readouterr().out
+    assert "at iteration 3, 48 env steps\n2 episodes" in capsys.readouterr().out
 
     going_on = [*NAMES, *SMALL, "algo.max_iterations=4", "algo.resume=true", f"algo.load_run={run}"]
     assert train.main([*going_on, override.replace("128", "64")]) == 2
@@ -318,9 +318,10 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
     assert evaluation.main([*NAMES, "--load-run", str(run), "--episodes", "2"]) == 2
     refusal = capsys.readouterr().err
     assert 'kwargs is {"hidden": 64}, the configuration expects {"hidden": 128}; no weight was restored' in refusal
-    config = json.loads((run / "config.json").read_text())
+    written = file.with_name("config.json")
+    config = json.loads(written.read_text())
     config["algo"]["algo_params"]["actor_config"]["builder"] = "gone_actor:Plain"
-    (run / "config.json").write_text(json.dumps(config))
+    written.write_text(json.dumps(config))
     assert evaluation.main([*NAMES, "--load-run", str(run), "--episodes", "2"]) == 2
     assert "cannot import 'gone_actor'" in capsys.readouterr().err
 
