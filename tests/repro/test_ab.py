@@ -314,7 +314,7 @@ def test_a_gate_takes_no_comparison_of_commits(
 ) -> None:
     out, _ = finished
     assert main(["gate", str(out), "--baseline", str(finished_session(tmp_path / "base"))]) == 2
-    assert "compares two commits and has its own verdict; give a report of repro run" in capsys.readouterr().err
+    assert "compares two commits or images and has its own verdict; give a report of repro run" in capsys.readouterr().err
 
 
 def test_what_a_reader_must_know_of_both_commits_is_in_report_and_output(
