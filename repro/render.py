@@ -313,10 +313,14 @@ def _known(value: int | str | None) -> str:
 
 def _containers(plan: Plan) -> list[list[str]]:
     """The images of a session whose cells ran in containers."""
-    images = {f"image of {case}": image for case, image in plan.images.items()}
-    if plan.executor.kind == "docker" and not images:
-        images = {"image of every run": plan.executor}
-    return [[what, f"{image.image} {image.image_id}"] for what, image in images.items()]
+    if plan.images:  # a derived image has the commit of the one below it, whatever it changed
+        sources = {case: plan.sources[case].sources_sha256[:12] for case in plan.images}
+        return [
+            [f"image of {case}", f"{image.image} {image.image_id}, sources {sources[case]}…"]
+            for case, image in plan.images.items()
+        ]
+    executor = plan.executor
+    return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 
 def _code(source: Source) -> str:

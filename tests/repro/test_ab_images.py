@@ -185,8 +185,8 @@ def test_plan_and_page_name_both_images_and_their_code(finished: Path) -> None:
     assert [plan.sources[side].sources_sha256 for side in "ab"] == [64 * "5", 64 * "6"]
     page = (finished / "report.md").read_text()
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), A (suite:old) against B (suite:new)\n")
-    assert re.search(rf"\| image of a +\| suite:old {OLD} ", page)
-    assert re.search(rf"\| image of b +\| suite:new {NEW} ", page)
+    assert re.search(rf"\| image of a +\| suite:old {OLD}, sources 555555555555… ", page)
+    assert re.search(rf"\| image of b +\| suite:new {NEW}, sources 666666666666… ", page)
     assert f"commit {40 * '5'} " in page and f"commit {40 * '6'} " in page
     assert "image of every run" not in page and "PYTHONPATH" not in page and "ommits" not in page
     assert verify([finished], print)
