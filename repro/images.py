@@ -18,11 +18,13 @@ def are_images(refs: Mapping[str, str]) -> bool:
     """Whether both sides are images.
 
     Raises:
-        UsageError: If one of them is.
+        UsageError: If one of them is, or names none.
     """
     found = [ref for ref in refs.values() if ref.startswith(PREFIX)]
     if found and len(found) < len(refs):
         raise UsageError(f"{found[0]} is an image and the other side a commit; name two images, or two commits")
+    if PREFIX in found:
+        raise UsageError(f"{PREFIX} names no image; give {PREFIX}NAME, as in {PREFIX}unilab-repro:cuda")
     return bool(found)
 
 

@@ -289,11 +289,17 @@ def test_an_engine_without_a_gpu_runtime_is_refused(engine: ImageEngine, capsys:
     assert code == 3 and message.startswith("the engine gives containers no GPU: ")
 
 
-@pytest.mark.usefixtures("tmp_path")
-def test_an_image_is_not_compared_with_a_commit(capsys: pytest.CaptureFixture[str]) -> None:
-    code, message = refusal(capsys, "HEAD", REFS[0])
-    assert code == 2
-    assert message == "image:suite:old is an image and the other side a commit; name two images, or two commits"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["HEAD", REFS[0]], f"{REFS[0]} is an image and the other side a commit; name two images, or two commits"),
+        ([REFS[0], "image:"], "image: names no image; give image:NAME, as in image:unilab-repro:cuda"),
+    ],
+)
+def test_sides_that_are_not_two_images_are_a_usage_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *words) == (2, message)
 
 
 def test_a_dry_run_names_both_images_and_starts_no_run(engine: ImageEngine, capsys: pytest.CaptureFixture[str]) -> None:
