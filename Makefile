@@ -9,11 +9,15 @@ SERVICE ?= $(if $(filter cuda,$(LOCK)),repro,smoke)
 
 setup: .venv/.installed      ## virtual environment with everything the suite needs
 
+ifeq ($(origin TORCH),command line)  # what is asked for now is installed now
+.PHONY: .venv/.installed
+endif
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q '$(TORCH)'
 	$(BIN)/pip install -q -e '.[dev]'
 	@touch $@
+	@echo 'installed; for a shell with its commands type: . .venv/bin/activate'
 
 repro: setup                 ## run the widest matrix this host can hold and print the report's path
 	$(BIN)/repro run --matrix auto

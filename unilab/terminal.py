@@ -45,7 +45,7 @@ class TerminalView:
     def __init__(self, scale: Scale, console: Console | None = None) -> None:
         self._scale = scale
         self._console = console or Console(highlight=False)
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent: deque[float] = deque()  # s of each tick of the last seconds
         self._said = 0.0
         self._live = Live(console=self._console, refresh_per_second=2) if self._console.is_terminal else None
 
@@ -60,10 +60,10 @@ class TerminalView:
 
     def update(self, iteration: int, scalars: dict[str, float]) -> None:
         """Show iteration `iteration` with its metrics by tag."""
-        now = time.monotonic()
-        self._recent.append((now, iteration))
-        while len(self._recent) > 2 and now - self._recent[0][0] > AVERAGE_SECONDS:
+        self._recent.append(scalars[ITERATION_TIME])
+        while len(self._recent) > 1 and sum(self._recent) - self._recent[0] >= AVERAGE_SECONDS:
             self._recent.popleft()
+        now = time.monotonic()
         if self._live is not None:
             self._live.update(self._table(iteration, scalars))
         elif now - self._said >= LINE_SECONDS or iteration == self._scale.iterations:
@@ -71,18 +71,17 @@ class TerminalView:
             self._console.print(self._line(iteration, scalars), soft_wrap=True)
 
     def _rate(self) -> float:
-        (begin, first), (end, last) = self._recent[0], self._recent[-1]
-        return (last - first) / (end - begin) if end > begin else 0.0
+        """Iterations per second, by the time of the ticks: the last one is shown right after the one before it."""
+        return len(self._recent) / sum(self._recent)
 
     def _summary(self, iteration: int, scalars: dict[str, float]) -> dict[str, str]:
         rate = self._rate()
-        remaining = (self._scale.iterations - iteration) / rate if rate > 0 else float("nan")
         return {
             "Steps/s": f"{rate * self._scale.env_steps:,.0f}",
             "Rows/s": f"{rate * self._scale.rows:,.0f}",
             "reward": f"{scalars[MEAN_REWARD]:.2f}",
             "episode length": f"{scalars[MEAN_EPISODE_LENGTH]:.0f}",
-            "ETA": _duration(remaining),
+            "ETA": _duration((self._scale.iterations - iteration) / rate),
         }
 
     def _line(self, iteration: int, scalars: dict[str, float]) -> str:
@@ -105,8 +104,6 @@ class TerminalView:
 
 
 def _duration(seconds: float) -> str:
-    if seconds != seconds:
-        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -40,7 +40,9 @@ def rollout(policy, scene, command, seconds):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 10.0
     for data, _, _ in rollout(sys.argv[1], sys.argv[2], (0.5, 0.0, 0.0), seconds):
         last = data
-    print(f"after {seconds:g} s: {last.qpos[0]:.2f} m ahead, base {last.qpos[2]:.2f} m high")
+    print(f"after {seconds:g} s: {last.qpos[0]:.2f} m ahead at 0.5 m/s commanded, base {last.qpos[2]:.2f} m high")
