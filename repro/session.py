@@ -35,13 +35,16 @@ REPORTS = Path("reports")
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
     """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
-    where it is about learning, commits or images. Of these two it has both.
+    where it is about learning, commits or images. Of these two it has both. The name of a smoke run says so: git leaves
+    it alone.
     """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
     what = gpu_label(host.gpus, ranks) if uses_gpu and host.gpus else plan.matrix.name
     if (plan.matrix.learning or plan.sources) and what != plan.matrix.name:
         what = f"{plan.matrix.name}_{what}"
+    if plan.matrix.smoke and "smoke" not in what:
+        what = f"{what}_smoke"
     code = "_".join(source.short for source in plan.sources.values()) or plan.source.short
     return REPORTS / f"{plan.created[:10]}_{what}_{code}"
 

@@ -147,7 +147,7 @@ def test_several_ranks_of_a_smoke_matrix_need_no_gpu() -> None:
     plan = plan_for(toy_matrix(cases=(case,), comparisons=()), cpus=2)
     assert {cell.pools for cell in plan.cells} == {((0,), (1,))}
     assert plan.cells[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert default_out_dir(plan, make_host(gpu_count=2)[0]).name == "2026-11-29_toy_0123456"
+    assert default_out_dir(plan, make_host(gpu_count=2)[0]).name == "2026-11-29_toy_smoke_0123456"
     assert plan_for(toy_matrix(cases=(case,), comparisons=()), cpus=1).cells[0].skip_reason == (
         "asks for 2 ranks, this host offers 1 CPU"
     )
