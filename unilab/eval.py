@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
     )
     args = parser.parse_intermixed_args(argv)
-    previous = [(number, signal.signal(number, _interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
+    previous = [(number, signal.signal(number, interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         return _evaluate_run(args)
     except KeyboardInterrupt:
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _interrupt_once(*_: object) -> None:
-    """What is half made is removed on the way out, and nothing interrupts that."""
+def interrupt_once(*_: object) -> None:
+    """A handler of signals: what is half made is removed on the way out, and nothing interrupts that."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -257,7 +257,10 @@ def _run(
     ended = time.monotonic()
     artifacts, code = None, EXIT_OK
     if status == COMPLETED and not config.training.no_play:
-        artifacts, code = _play(config, directory.path)
+        from unilab.eval import interrupt_once
+
+        with _handling(interrupt_once, signal.SIGINT, signal.SIGTERM):
+            artifacts, code = _play(config, directory.path)
     with _deaf():
         write_end(status, cause, ended, artifacts)
         code = _conclude(config, directory, status, cause) or code
@@ -327,6 +330,8 @@ def _play(config: RunConfig, directory: Path) -> tuple[dict[str, str], int]:
         artifacts, code = evaluate_trained(config, directory)
     except OSError as error:  # nobody reads what is printed any more, or no process can be started
         artifacts, code = dict.fromkeys(files_after_training(config), str(error)), EXIT_FAILED
+    except KeyboardInterrupt:  # before there was a process to end
+        artifacts, code = dict.fromkeys(files_after_training(config), "interrupted"), EXIT_INTERRUPTED
     missing = [name for name, found in artifacts.items() if found != OK]
     if missing:
         print(f"train: the training is complete, but there is no {' and no '.join(missing)}", file=sys.stderr)

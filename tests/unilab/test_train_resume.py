@@ -348,7 +348,7 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
     [
         (altered(format=1), f"run/model_6.pt has format 1; {FORMAT}"),
         (altered(format=None), f"run/model_6.pt has format None; {FORMAT}"),
-        (altered(format=3), "has format 3, this version reads 2; resume with the one that wrote it"),
+        (altered(format=3), "has format 3, this version reads 2; use the one that wrote it"),
         (altered(algo="flashsac"), "run/model_6.pt has algo 'flashsac', not 'sac'"),
         (altered(task="Go2JoystickFlat"), "has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
         (altered(obs_dim=97, action_dim=12), "has obs_dim 97, not 98; action_dim 12, not 29"),
