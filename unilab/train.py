@@ -24,6 +24,7 @@ from unilab.names import (
     FAILED,
     INTERRUPTED,
     MEETING_FILE,
+    RUN_END_FILE,
     TRACE_FILE,
 )
 from unilab.stacks import print_stacks_on_signal
@@ -262,7 +263,10 @@ def _run(
         with _handling(interrupt_once, signal.SIGINT, signal.SIGTERM):
             artifacts, code = _play(config, directory.path)
     with _deaf():
-        write_end(status, cause, ended, artifacts)
+        try:
+            write_end(status, cause, ended, artifacts)
+        except OSError as error:
+            code = _refuse(OSError(f"{RUN_END_FILE} was not written: {error}"), EXIT_FAILED)
         code = _conclude(config, directory, status, cause) or code
     if mirror is not None:  # last: what it waits for is the network
         mirror.close(code)
