@@ -26,6 +26,7 @@ from unilab.checkpoint import (
 )
 from unilab.config import RunConfig
 from unilab.environment import Environment
+from unilab.event_log import is_written
 from unilab.names import ATTEMPT_PATTERN
 from unilab.runner import STREAMS
 from unilab.state import StateRegistry
@@ -85,13 +86,16 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device) -> 
     """
     directory = find_run(_asked_run(config), config)
     load_run_config(directory, config)
+    run = run_of(directory)
+    for folder in filter(is_written, (run, *attempts(run))):
+        raise ValueError(f"a run still writes {folder}; wait for its end, or end it, before going on")
     checkpoint = load_checkpoint(directory, config.algo.checkpoint)
     check_origin(checkpoint, config)
     _check_facts(checkpoint, config, task)
     verify_actor(checkpoint.content, describe_actor(config.algo, task.obs_dim, task.action_dim), checkpoint.file)
     _check_state(checkpoint, config, device)
     before = load_config_file(checkpoint.file.parent)
-    return Resume(next_attempt(run_of(directory)), checkpoint, tuple(_changes(before.to_json(), config.to_json())))
+    return Resume(next_attempt(run), checkpoint, tuple(_changes(before.to_json(), config.to_json())))
 
 
 def next_attempt(run: Path) -> Path:
