@@ -258,13 +258,18 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> RunCo
 def test_what_became_of_each_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = child(tmp_path, monkeypatch, 'echo "$@" > asked; touch eval.json policy.onnx play_video.mp4')
+    config = child(
+        tmp_path,
+        monkeypatch,
+        'echo "$@" > asked; echo $UNILAB_PARENT > parent; touch eval.json policy.onnx play_video.mp4',
+    )
     assert evaluation.evaluate_trained(config, tmp_path / "run") == (
         {"eval.json": "ok", "policy.onnx": "ok", "play_video.mp4": "ok"},
         0,
     )
     asked = (tmp_path / "run" / "asked").read_text().strip()
     assert asked == f"-P -m unilab.eval {' '.join(ROUTE)} --load-run {tmp_path / 'run'}"
+    assert (tmp_path / "run" / "parent").read_text() == f"{os.getpid()}\n"
 
 
 def test_the_reason_of_a_missing_file_is_kept_and_passed_on(
