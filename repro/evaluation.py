@@ -179,7 +179,8 @@ def record_evaluation(
 
 def models_folder(out_dir: Path) -> Path:
     """Where the weights of a report's policies are: beside it, since they are too large to publish."""
-    return out_dir.with_name(out_dir.name + MODELS)
+    folder = out_dir.absolute()  # "." has no name
+    return folder.with_name(folder.name + MODELS)
 
 
 def _put_models_beside(out_dir: Path, cell: Cell) -> None:

@@ -12,7 +12,7 @@ from repro.attempts import supersede
 from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
-from repro.evaluation import record_evaluation
+from repro.evaluation import models_folder, record_evaluation
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
@@ -50,7 +50,9 @@ def default_out_dir(plan: Plan, host: Host) -> Path:
 
 
 def create_out_dir(wanted: Path) -> Path:
-    """Make the folder, or the first of ``-2``, ``-3`` … that is free; a folder with content is never used again.
+    """Make the folder, or the first of ``-2``, ``-3`` … that is free.
+
+    A folder with content is never used again, nor one beside which weights of an earlier report lie.
 
     Raises:
         UsageError: If it cannot be made, or its path has no last name to number or is not printable text.
@@ -60,6 +62,9 @@ def create_out_dir(wanted: Path) -> Path:
     number = 1
     while True:
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        number += 1
+        if models_folder(path).exists():  # weights of a report that lies elsewhere now
+            continue
         try:
             path.mkdir(parents=True)
             return path
@@ -68,7 +73,6 @@ def create_out_dir(wanted: Path) -> Path:
                 return path
         except OSError as error:
             raise UsageError(f"cannot make the report folder {path}: {error.strerror}; choose another --out") from None
-        number += 1
 
 
 def start_session(plan: Plan, host: Host, out_dir: Path) -> Journal:

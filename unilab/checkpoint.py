@@ -98,8 +98,8 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
         sim: physics backend.
 
     Raises:
-        ValueError: as `find_run`, `load_run_config` and `load_checkpoint` do, or if the checkpoint's actor is not the
-            configuration's, or cannot be built any more.
+        ValueError: as `find_run`, `load_run_config`, `load_checkpoint` and `check_origin` do, or if the checkpoint's
+            actor is not the configuration's, or cannot be built any more.
     """
     wanted = load_config(algo, task, sim, [])
     directory = find_run(run, wanted)
@@ -107,6 +107,7 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
     checkpoint = load_checkpoint(directory)
     config = load_run_config(checkpoint.file.parent, wanted)  # of the attempt that wrote it
     trained = config.env.task_class()
+    check_origin(checkpoint, config)
     config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoint.content, expected, checkpoint.file)
@@ -235,6 +236,28 @@ def read_checkpoint(file: Path) -> Checkpoint:
     content = _load(file, io.BytesIO(data))
     _check_place(file, content)
     return Checkpoint(file, hashlib.sha256(data).hexdigest(), content)
+
+
+def check_origin(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Refuse a checkpoint that a later version wrote, or that says another algorithm or task than the configuration.
+
+    Raises:
+        ValueError: one line, also if its env steps are no number of steps.
+    """
+    content, file = checkpoint.content, checkpoint.file
+    version, env_steps = content.get("format"), content.get("env_steps")
+    if type(version) is int and version > FORMAT:
+        raise ValueError(f"{file} has format {version}, this version reads {FORMAT}; use the one that wrote it")
+    wanted = {"algo": config.algo.algo, "task": config.training.task_name}
+    apart = [
+        f"{name} {content[name]!r:.60}, not {value!r}"
+        for name, value in wanted.items()
+        if content.get(name, value) != value  # older ones do not say
+    ]
+    if apart:
+        raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
+    if type(env_steps) is not int or env_steps < 0:
+        raise ValueError(f"{file}: env_steps must be a whole number from 0, found {env_steps!r:.60}")
 
 
 def _bytes(file: Path) -> bytes:

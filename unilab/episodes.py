@@ -104,7 +104,9 @@ def rollout(config: RunConfig, checkpoint: dict[str, Any], num_envs: int) -> Ite
     try:
         actor.load_state_dict(checkpoint["actor"])
         environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])
-    except (KeyError, TypeError, RuntimeError) as error:
+        if not environment.episodes.penalty_scale.isfinite():
+            raise RuntimeError("its penalty factor is not finite")
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the checkpoint does not hold the policy of its configuration: {reason}") from None
     return _steps(environment, actor)

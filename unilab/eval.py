@@ -22,7 +22,7 @@ from unilab.names import (
     STILL_FILE,
     VIDEO_FILE,
 )
-from unilab.physics.process import child_environment, ending
+from unilab.physics.process import bound_environment, end_with_parent, ending
 
 if TYPE_CHECKING:
     from unilab.checkpoint import Checkpoint
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
     )
     args = parser.parse_intermixed_args(argv)
-    previous = [(number, signal.signal(number, _interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
+    previous = [(number, signal.signal(number, interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
+        end_with_parent()
         return _evaluate_run(args)
     except KeyboardInterrupt:
         return _refuse("interrupted", EXIT_INTERRUPTED)
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _interrupt_once(*_: object) -> None:
-    """What is half made is removed on the way out, and nothing interrupts that."""
+def interrupt_once(*_: object) -> None:
+    """A handler of signals: what is half made is removed on the way out, and nothing interrupts that."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -265,7 +266,7 @@ def evaluate_trained(config: RunConfig, run: Path) -> tuple[dict[str, str], int]
     names = ["--algo", config.algo.algo, "--task", task, "--sim", config.training.sim_backend]
     command = [sys.executable, "-P", "-m", "unilab.eval", *names, "--load-run", str(run.absolute())]
     said: dict[str, str] = {}
-    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, env=bound_environment(), stderr=subprocess.PIPE, text=True) as child:
         try:
             _pass_on(child, said)
             code = EXIT_FAILED if child.wait() else EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import queue
 import threading
@@ -68,6 +69,18 @@ class Mirror(Protocol):
         """Take one iteration."""
 
 
+def is_written(directory: Path) -> bool:
+    """Whether a run that is not over logs into a directory."""
+    try:
+        with (directory / PROGRESS_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no log, or no locks
+        return False
+    return False
+
+
 class EventLog:
     """One event file and `progress.jsonl` in a run directory.
 
@@ -85,6 +98,8 @@ class EventLog:
         self.count = 0
         self._clock, self._mirror = clock, mirror
         self._progress = (directory / PROGRESS_FILE).open("x")  # a second run in this directory fails here
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(self._progress, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until closed, or until this process is gone
         self._events: RecordWriter | None = None
         if events:
             path = directory / f"{EVENT_FILE_PREFIX}{int(clock.wall_anchor)}.unilab"

@@ -17,6 +17,7 @@ from unilab.checkpoint import (
     FORMAT,
     Checkpoint,
     attempts,
+    check_origin,
     find_run,
     load_checkpoint,
     load_config_file,
@@ -25,6 +26,7 @@ from unilab.checkpoint import (
 )
 from unilab.config import RunConfig
 from unilab.environment import Environment
+from unilab.event_log import is_written
 from unilab.names import ATTEMPT_PATTERN
 from unilab.runner import STREAMS
 from unilab.state import StateRegistry
@@ -84,12 +86,16 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device) -> 
     """
     directory = find_run(_asked_run(config), config)
     load_run_config(directory, config)
+    run = run_of(directory)
+    for folder in filter(is_written, (run, *attempts(run))):
+        raise ValueError(f"a run still writes {folder}; wait for its end, or end it, before going on")
     checkpoint = load_checkpoint(directory, config.algo.checkpoint)
+    check_origin(checkpoint, config)
     _check_facts(checkpoint, config, task)
     verify_actor(checkpoint.content, describe_actor(config.algo, task.obs_dim, task.action_dim), checkpoint.file)
     _check_state(checkpoint, config, device)
     before = load_config_file(checkpoint.file.parent)
-    return Resume(next_attempt(run_of(directory)), checkpoint, tuple(_changes(before.to_json(), config.to_json())))
+    return Resume(next_attempt(run), checkpoint, tuple(_changes(before.to_json(), config.to_json())))
 
 
 def next_attempt(run: Path) -> Path:
@@ -114,22 +120,14 @@ def _asked_run(config: RunConfig) -> str:
 
 
 def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) -> None:
-    content, file = checkpoint.content, checkpoint.file
+    content, file, target = checkpoint.content, checkpoint.file, config.algo.max_iterations
     version = content.get("format")
-    if type(version) is int and version > FORMAT:
-        raise ValueError(f"{file} has format {version}, this version reads {FORMAT}; resume with the one that wrote it")
     if type(version) is not int or version < FORMAT:
         raise ValueError(
             f"{file} has format {version!r:.60}; the minimum supported format is {FORMAT}, "
             "retraining with the current version is the only way to recover"
         )
-    wanted = {
-        "algo": config.algo.algo,
-        "task": config.training.task_name,
-        "obs_dim": task.obs_dim,
-        "critic_dim": task.critic_dim,
-        "action_dim": task.action_dim,
-    }
+    wanted = {"obs_dim": task.obs_dim, "critic_dim": task.critic_dim, "action_dim": task.action_dim}
     apart = [
         f"{name} {content.get(name)!r:.60}, not {value!r}"
         for name, value in wanted.items()
@@ -137,9 +135,6 @@ def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) 
     ]
     if apart:
         raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
-    env_steps, target = content.get("env_steps"), config.algo.max_iterations
-    if type(env_steps) is not int or env_steps < 0:
-        raise ValueError(f"{file}: env_steps must be a whole number from 0, found {env_steps!r:.60}")
     if checkpoint.iteration >= target:
         raise ValueError(
             f"{file} is at iteration {checkpoint.iteration} of algo.max_iterations={target}: nothing is left to do; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -94,7 +95,9 @@ class RunDirectory:
     def write_checkpoint(self, iteration: int, state: dict[str, Any]) -> Path:
         """Write `model_<iteration>.pt` and return its path."""
         path = self.path / CHECKPOINT_PATTERN.format(iteration=iteration)
-        write_atomically(path, lambda file: torch.save(state, file))
+        archive = io.BytesIO()  # torch writing to a full disk itself fails of a position, not of the disk
+        torch.save(state, archive)
+        write_atomically(path, lambda file: file.write(archive.getbuffer()))
         return path
 
     def _write_json(self, name: str, facts: dict[str, Any]) -> None:

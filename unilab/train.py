@@ -24,6 +24,7 @@ from unilab.names import (
     FAILED,
     INTERRUPTED,
     MEETING_FILE,
+    RUN_END_FILE,
     TRACE_FILE,
 )
 from unilab.stacks import print_stacks_on_signal
@@ -257,9 +258,15 @@ def _run(
     ended = time.monotonic()
     artifacts, code = None, EXIT_OK
     if status == COMPLETED and not config.training.no_play:
-        artifacts, code = _play(config, directory.path)
+        from unilab.eval import interrupt_once
+
+        with _handling(interrupt_once, signal.SIGINT, signal.SIGTERM):
+            artifacts, code = _play(config, directory.path)
     with _deaf():
-        write_end(status, cause, ended, artifacts)
+        try:
+            write_end(status, cause, ended, artifacts)
+        except OSError as error:
+            code = _refuse(OSError(f"{RUN_END_FILE} was not written: {error}"), EXIT_FAILED)
         code = _conclude(config, directory, status, cause) or code
     if mirror is not None:  # last: what it waits for is the network
         mirror.close(code)
@@ -327,6 +334,8 @@ def _play(config: RunConfig, directory: Path) -> tuple[dict[str, str], int]:
         artifacts, code = evaluate_trained(config, directory)
     except OSError as error:  # nobody reads what is printed any more, or no process can be started
         artifacts, code = dict.fromkeys(files_after_training(config), str(error)), EXIT_FAILED
+    except KeyboardInterrupt:  # before there was a process to end
+        artifacts, code = dict.fromkeys(files_after_training(config), "interrupted"), EXIT_INTERRUPTED
     missing = [name for name, found in artifacts.items() if found != OK]
     if missing:
         print(f"train: the training is complete, but there is no {' and no '.join(missing)}", file=sys.stderr)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE
-from unilab.physics.process import child_environment, ending
+from unilab.physics.process import bound_environment, end_with_parent, ending
 from unilab.physics.spec import ROBOTS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def make_video(recording: Path, video: Path, still: Path, renderer: str) -> None
 def _run(arguments: list[str], renderer: str, seconds: float | None) -> str | None:
     """Run this module as a program; its last words if it fails."""
     command = [sys.executable, "-P", "-m", "unilab.video", *arguments]
-    environment = child_environment() | {VARIABLE: renderer}
+    environment = bound_environment() | {VARIABLE: renderer}
     try:
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
+    end_with_parent()
     parser = argparse.ArgumentParser(prog="video", description=__doc__, allow_abbrev=False)
     parser.add_argument("recording", nargs="?", type=Path, metavar="STATES.npz")
     parser.add_argument("video", nargs="?", type=Path, metavar="OUT.mp4")

@@ -124,6 +124,11 @@ def test_a_report_has_the_evaluation_and_not_the_weights(out: Path) -> None:
     assert verify([out], lines.append), lines
 
 
+def test_weights_lie_beside_a_report_that_is_named_by_a_dot(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(out)
+    assert models_folder(Path()) == models_folder(out)
+
+
 def test_a_still_beside_the_run_is_shown(out: Path) -> None:
     (out / "runs" / "exact_r1" / "play_still.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     assert main(["report", str(out)]) == 1  # a raw file that the hash list does not know

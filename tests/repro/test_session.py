@@ -277,6 +277,12 @@ def test_a_folder_with_content_is_never_used_again(tmp_path: Path) -> None:
         create_out_dir(first / "x" / "y")
 
 
+def test_a_folder_beside_weights_of_an_earlier_report_is_not_taken(tmp_path: Path) -> None:
+    """A report that was moved away or deleted leaves them; its successor would replace them by its own."""
+    (tmp_path / "r_models" / "exact_r1").mkdir(parents=True)
+    assert create_out_dir(tmp_path / "r").name == "r-2"
+
+
 @pytest.mark.parametrize("wanted", ["", ".", "/", "..", "a/..", "a\nb", os.fsdecode(b"a\xff")])
 def test_a_report_folder_needs_a_name_that_can_be_printed(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

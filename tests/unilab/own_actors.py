@@ -126,6 +126,53 @@ class SizedByValues(Plain):
         return mean + 0.0 * observations[observations > 0].sum(), log_std
 
 
+class NotSaved(Plain):
+    def __init__(self, persistent: bool = False, **given: Any) -> None:
+        super().__init__(**given)
+        self.register_buffer("offset", torch.zeros(()), persistent=persistent)
+
+
+class Moving(NotSaved):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(persistent=True, **given)
+
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        mean, log_std = super().forward(observations, training)
+        offset = self.get_buffer("offset")
+        offset.add_(0.1)
+        return mean + offset, log_std
+
+
+class SavesMore(Plain):
+    def get_extra_state(self) -> Any:
+        return "more"
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Lazy(Plain):
+    def __init__(self, obs_dim: int, action_dim: int, device: Any) -> None:
+        super().__init__(obs_dim, action_dim, device)
+        self.body[0] = nn.LazyLinear(8, device=device)
+
+
+class Noisy(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        return super().forward(observations + torch.randn_like(observations), training)
+
+
+class Dropped(Plain):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.body.append(nn.Dropout())
+
+
+class AmongOthers(Plain):
+    def forward(self, observations: Tensor, training: bool) -> Any:
+        return super().forward(observations - observations.mean(0), training)
+
+
 class Frozen(Plain):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -93,9 +93,11 @@ def test_a_run_with_another_actor_is_refused_before_its_weights_are_looked_at(tm
     config = load_config("flashsac", "g1_walk_flat", "mujoco", [])
     (tmp_path / "config.json").write_text(json.dumps({"schema_version": 1, **config.to_json()}))
     other = {**SEMANTICS, "kwargs": {**SEMANTICS["kwargs"], "hidden_dim": 64}}
-    torch.save({"iteration": 1, "actor": "no weights", "actor_semantics": other}, tmp_path / "model_1.pt")
+    torch.save(
+        {"iteration": 1, "env_steps": 8, "actor": "no weights", "actor_semantics": other}, tmp_path / "model_1.pt"
+    )
     with pytest.raises(ValueError, match=r"model_1\.pt: actor_semantics\.kwargs is .*no weight was restored"):
         load_run(tmp_path, "flashsac", "g1_walk_flat", "mujoco")
-    torch.save({"iteration": 2, "actor": "no weights"}, tmp_path / "model_2.pt")
+    torch.save({"iteration": 2, "env_steps": 16, "actor": "no weights"}, tmp_path / "model_2.pt")
     with pytest.raises(ValueError, match=r"model_2\.pt: actor_semantics is missing"):
         load_run(tmp_path, "flashsac", "g1_walk_flat", "mujoco")

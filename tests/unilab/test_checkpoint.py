@@ -203,7 +203,7 @@ def test_a_run_is_loaded_by_minus_one_too(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(tmp_path)
     path = run(tmp_path / "logs" / "sac", "run")
-    entry = {ENTRY: describe_actor(wanted(tmp_path).algo, 98, 29)}
+    entry = {"env_steps": 8, ENTRY: describe_actor(wanted(tmp_path).algo, 98, 29)}
     write(path / "model_4.pt", 4, **entry)
     write(path / "attempt-002" / "model_6.pt", 6, **entry)
     config = json.loads((path / "config.json").read_text())

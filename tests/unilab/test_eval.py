@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -216,6 +218,31 @@ def test_refusals_are_one_line_and_exit_code_2(
     assert not (tmp_path / "run" / "eval.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format", 3, "model_1.pt has format 3, this version reads 2; use the one that wrote it"),
+        ("algo", "flashsac", "model_1.pt has algo 'flashsac', not 'sac'; choose what it was trained with"),
+        ("task", "Go2JoystickFlat", "model_1.pt has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
+        ("env_steps", None, "model_1.pt: env_steps must be a whole number from 0, found None"),
+        ("env_steps", -5, "env_steps must be a whole number from 0, found -5"),
+        ("actor", {1: 2}, "the checkpoint does not hold the policy of its configuration"),
+        ("state", {"env/penalty_scale": torch.tensor(math.nan)}, "its penalty factor is not finite"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any, message: str
+) -> None:
+    write_run(tmp_path / "run", {"model_1.pt": 1})
+    content = torch.load(tmp_path / "run" / "model_1.pt", weights_only=True)
+    torch.save(content | {field: value}, tmp_path / "run" / "model_1.pt")
+    assert evaluate(tmp_path / "run", "training.no_play=true") == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert names(tmp_path / "run") == {"model_1.pt"}
+
+
 # --- after training --------------------------------------------------------------------------------------------------
 
 
@@ -231,13 +258,18 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> RunCo
 def test_what_became_of_each_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = child(tmp_path, monkeypatch, 'echo "$@" > asked; touch eval.json policy.onnx play_video.mp4')
+    config = child(
+        tmp_path,
+        monkeypatch,
+        'echo "$@" > asked; echo $UNILAB_PARENT > parent; touch eval.json policy.onnx play_video.mp4',
+    )
     assert evaluation.evaluate_trained(config, tmp_path / "run") == (
         {"eval.json": "ok", "policy.onnx": "ok", "play_video.mp4": "ok"},
         0,
     )
     asked = (tmp_path / "run" / "asked").read_text().strip()
     assert asked == f"-P -m unilab.eval {' '.join(ROUTE)} --load-run {tmp_path / 'run'}"
+    assert (tmp_path / "run" / "parent").read_text() == f"{os.getpid()}\n"
 
 
 def test_the_reason_of_a_missing_file_is_kept_and_passed_on(

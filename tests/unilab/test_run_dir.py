@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -138,3 +139,14 @@ def test_the_content_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: 
     write_atomically(tmp_path / "file", lambda file: file.write(b"new"))
     assert synced == [[".file.partial"]]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_checkpoint_that_a_disk_does_not_take_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    directory, (_, hard) = RunDirectory(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            directory.write_checkpoint(1, {"weight": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert list(tmp_path.iterdir()) == []

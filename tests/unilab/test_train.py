@@ -376,6 +376,35 @@ def test_the_end_is_recorded_where_nobody_reads_what_is_printed(
     assert found.end["artifacts"] == dict.fromkeys(("eval.json", "policy.onnx", "play_video.mp4"), "Broken pipe")
 
 
+def test_an_end_that_cannot_be_written_is_one_line_and_a_failure(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "write_end", full)
+    found = train("algo.max_iterations=2")
+    assert (found.code, found.err) == (1, "train: run_end.json was not written: [Errno 28] No space left on device\n")
+
+
+def test_two_interrupts_of_what_follows_training_leave_its_end_recorded(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> NoReturn:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # while what was begun is put away
+        pytest.fail("nothing was interrupted")
+
+    monkeypatch.setattr("unilab.video.find_renderer", lambda: "egl")
+    monkeypatch.setattr("unilab.eval.evaluate_trained", interrupted)
+    found = train("training.no_play=false", "algo.max_iterations=3")
+    assert (found.code, found.end["status"], found.end["iterations"]) == (130, "completed", 3)
+    assert found.end["artifacts"] == dict.fromkeys(("eval.json", "policy.onnx", "play_video.mp4"), "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_no_run_begins_where_no_video_can_be_made(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "nonsense")
     found = train("training.no_play=false")

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from unilab import eval as evaluation
 from unilab.algorithm import AlgoConfig
 from unilab.checkpoint import contents, load_checkpoint, read_checkpoint
 from unilab.config import RunConfig
+from unilab.event_log import Clock, EventLog
 from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
 from unilab.optim import WarmupCosine
 from unilab.run_dir import RunDirectory
@@ -348,7 +349,7 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
     [
         (altered(format=1), f"run/model_6.pt has format 1; {FORMAT}"),
         (altered(format=None), f"run/model_6.pt has format None; {FORMAT}"),
-        (altered(format=3), "has format 3, this version reads 2; resume with the one that wrote it"),
+        (altered(format=3), "has format 3, this version reads 2; use the one that wrote it"),
         (altered(algo="flashsac"), "run/model_6.pt has algo 'flashsac', not 'sac'"),
         (altered(task="Go2JoystickFlat"), "has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
         (altered(obs_dim=97, action_dim=12), "has obs_dim 97, not 98; action_dim 12, not 29"),
@@ -409,3 +410,12 @@ def test_a_run_without_checkpoints_is_refused(copied: Path) -> None:
 def test_a_configuration_that_is_damaged_is_refused(copied: Path) -> None:
     (copied / "config.json").write_text(json.dumps({"algo": {}}))
     assert "run/config.json: the saved configuration does not fit this version" in refused(f"algo.load_run={copied}")
+
+
+def test_a_run_that_is_not_over_is_not_gone_on_with(copied: Path) -> None:
+    """Two runs would both write checkpoints of one run, and the newest could be either's."""
+    (copied / "attempt-002").mkdir()
+    with closing(EventLog(copied / "attempt-002", Clock.start())):
+        message = refused(f"algo.load_run={copied}")
+    assert "a run still writes run/attempt-002; wait for its end, or end it, before going on" in message
+    assert train("algo.resume=true", f"algo.load_run={copied}", "algo.max_iterations=7").code == 0

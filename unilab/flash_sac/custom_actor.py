@@ -7,7 +7,7 @@ parameters of a Gaussian, and everything else of acting and learning stays as it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -78,6 +78,7 @@ def build_custom_actor(
     if transform != TRANSFORM:
         raise refusal(f"action_transform_id is {transform!r}, the learner supports {TRANSFORM!r} alone")
     _check_parameters(network)
+    _check_saved(network)
     return CustomActor(network.to(device))
 
 
@@ -88,12 +89,15 @@ def check_custom_actor(spec: ActorSpec, obs_dim: int, action_dim: int) -> None:
         ValueError: one line naming what is wrong.
     """
     actor = build_custom_actor(spec, obs_dim, action_dim)
-    source = torch.Generator().manual_seed(0)
+    source, stream = torch.Generator().manual_seed(0), torch.get_rng_state()
     for rows in ROWS:
         obs = torch.randn(rows, obs_dim, generator=source)
         for training in (True, False):
             found = _forward(actor.network, obs, training)
             _check_outputs(found, (rows, action_dim))
+    if not torch.equal(torch.get_rng_state(), stream):
+        raise refusal("forward draws random numbers; noise is the learner's, and a policy is evaluated without any")
+    _check_rows_apart(actor.network, obs, found)
     _check_gradient(actor, torch.randn(ROWS[0], obs_dim, generator=source))
     _check_capturable(actor.network, obs_dim)
 
@@ -134,10 +138,38 @@ def _check_parameters(network: nn.Module) -> None:
     if not parameters:
         raise refusal(f"{type(network).__name__} has no parameters")
     for name, parameter in parameters.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise refusal(f"parameter {name} has no shape yet; give lazy layers their input width")
         if parameter.dtype != torch.float32:
             raise refusal(f"parameter {name} is {parameter.dtype}, float32 is needed")
         if not parameter.requires_grad:
             raise refusal(f"parameter {name} takes no gradient; what is not learned belongs into a buffer")
+
+
+def _check_saved(network: nn.Module) -> None:
+    """Refuse state that a checkpoint would lack, and what it could not hold as plain data."""
+    owned = {name for name, _ in (*network.named_parameters(remove_duplicate=False), *_buffers(network))}
+    saved = set(network.state_dict())
+    if lost := sorted(owned - saved):
+        raise refusal(f"{lost[0]} is no part of its state_dict, so checkpoints would lack it; register it persistent")
+    if extra := sorted(saved - owned):
+        raise refusal(f"its state_dict holds {extra[0]}, which is neither a parameter nor a buffer")
+
+
+def _buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return network.named_buffers(remove_duplicate=False)
+
+
+def _check_rows_apart(network: nn.Module, obs: Tensor, together: tuple[Tensor, Tensor]) -> None:
+    """Refuse a policy in which a robot's action depends on the other rows of a batch, or moves what it is made of."""
+    before = {name: value.clone() for name, value in _buffers(network)}
+    alone = _forward(network, obs[:1], False)
+    moved = [name for name, value in _buffers(network) if not torch.equal(value, before[name])]
+    if moved:
+        raise refusal(f"forward(observations, training=False) moves buffer {moved[0]}; only training=True may")
+    for name, one, many in zip(("mean", "log_std"), alone, together, strict=True):
+        if not torch.allclose(one, many[:1], rtol=1e-3, atol=1e-3):
+            raise refusal(f"forward(observations, training=False): {name} of a row depends on the rows beside it")
 
 
 def _forward(network: nn.Module, obs: Tensor, training: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 from unilab.channel import DONE, ERROR, READY, SETUP, STOP, Channel, PeerGone, Pipe
 from unilab.physics.spec import PhysicsSpec
 
+_PARENT = "UNILAB_PARENT"
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 START_TIMEOUT = 120.0
 TURN_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
@@ -184,6 +187,21 @@ def _start(memory_fd: int) -> tuple[subprocess.Popen[bytes], Pipe]:
     os.close(child_reads)
     os.close(child_writes)
     return process, Pipe(parent_reads, parent_writes, "collector")
+
+
+def end_with_parent() -> None:
+    """Where `bound_environment` started this process: a termination when its parent dies, however it does. On Linux."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != int(parent):  # it died before
+        signal.raise_signal(signal.SIGTERM)
+
+
+def bound_environment() -> dict[str, str]:
+    """`child_environment` of a program that calls `end_with_parent`."""
+    return {**child_environment(), _PARENT: str(os.getpid())}
 
 
 def child_environment() -> dict[str, str]:

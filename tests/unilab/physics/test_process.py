@@ -22,7 +22,7 @@ from unilab.channel import Pipe
 from unilab.physics import process as process_module
 from unilab.physics.mujoco_pool import MujocoPool, load_model
 from unilab.physics.pools import parse_cpu_list
-from unilab.physics.process import CollectorFailed, CollectorProcess
+from unilab.physics.process import CollectorFailed, CollectorProcess, child_environment
 from unilab.physics.spec import KEEP, RESET, SET_VELOCITY, PhysicsSpec
 from unilab.physics.states import load_states
 
@@ -413,3 +413,26 @@ def test_a_killed_parent_leaves_no_collector_behind() -> None:
     parent.wait()
     parent.stdout.close()
     assert wait_until_gone(pid, 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+@pytest.mark.parametrize("late", [False, True], ids=["afterwards", "before it was bound"])
+def test_a_bound_program_ends_with_its_parent_however_that_dies(late: bool) -> None:
+    wait = "import sys, time; sys.stdin.readline(); " if late else ""
+    bind = "from unilab.physics.process import end_with_parent as bind; bind(); print('bound', flush=True);"
+    child = f"{wait}{bind} import time; time.sleep(60)"
+    parent = (
+        "import subprocess, sys, time; from unilab.physics.process import bound_environment as bound\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], env=bound())\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe, env=child_environment()) as process:
+        assert process.stdin is not None and process.stdout is not None
+        bound = psutil.Process(int(process.stdout.readline()))
+        assert late or process.stdout.readline() == b"bound\n"
+        process.kill()
+        process.stdin.close()  # the late one goes on now
+        assert process.stdout.read() == b""  # the end of the child too, long before a minute is over
+    psutil.wait_procs([bound], 5)
+    assert not bound.is_running()
