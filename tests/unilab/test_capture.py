@@ -222,9 +222,9 @@ class Run:
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """Trains in this process; four iterations of a small run, or as overridden."""
-    threads, losses = torch.get_num_threads(), []
+    losses: list[float] = []
     read = MetricReader.read
 
     def remember(self: MetricReader) -> tuple[dict[str, float], float]:
@@ -245,8 +245,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         manifest = json.loads((path / "manifest.json").read_text())
         return Run(manifest["learner"], checkpoint["state"], list(losses))
 
-    yield start
-    torch.set_num_threads(threads)
+    return start
 
 
 @pytest.mark.parametrize("inductor", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ FLASH = ["--algo", "flashsac", *NAMES[2:], *SMALL, "algo.learning_starts=4", "al
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank with FlashSAC, which has more state than SAC, in `run`."""
-    folder, threads = tmp_path_factory.mktemp("ranks"), torch.get_num_threads()
-    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("ranks")
     assert main([*FLASH, "algo.max_iterations=4", f"training.log_dir={folder / 'run'}"]) == 0
-    yield folder
-    torch.set_num_threads(threads)
+    return folder
 
 
 @pytest.fixture(scope="module")

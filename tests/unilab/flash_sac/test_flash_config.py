@@ -103,9 +103,7 @@ def test_refusals_are_one_line(override: str, message: str) -> None:
 def test_a_smoke_run_learns_and_its_checkpoint_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from repro.events import read_scalars
 
-    threads = torch.get_num_threads()
     assert main([*NAMES, *SMALL, f"training.log_root={tmp_path}"]) == 0
-    torch.set_num_threads(threads)
     (run,) = (tmp_path / "G1WalkFlat").iterdir()
     scalars = read_scalars(run)
     assert set(METRICS) <= set(scalars)
