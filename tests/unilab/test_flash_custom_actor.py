@@ -295,7 +295,8 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_as_one_with_an_actor_of_ones_own(tmp_path: Path) -> None:
+def test_two_ranks_learn_as_one_and_keep_their_statistics(tmp_path: Path) -> None:
+    """The correctness probe over gloo, with rows and first weights of each rank's own."""
     output, override = tmp_path / "found.json", f"{KEY}={{builder:own_actors:Normalised}}"
     command = [sys.executable, "-m", "unilab.probes", "correctness", "--smoke", "--algo", "flashsac", override]
     path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -309,5 +310,11 @@ def test_two_ranks_learn_as_one_with_an_actor_of_ones_own(tmp_path: Path) -> Non
     found = json.loads(output.read_text())
     checks = {check["name"]: check for check in found["checks"]}
     assert (ended.returncode, [check for check in found["checks"] if not check["passed"]]) == (0, [])
-    assert "actor.network.norm.running_mean" in checks["rank_local_buffers"]["detail"]
-    assert found["settings"]["overrides"] == [override]
+    wanted = "after 5 cycles: critic 40 of 40, temperature 20 of 20, actor 20 of 20"
+    assert checks["optimizer_step_counts"]["detail"] == wanted
+    assert checks["collectives_per_cycle"]["detail"].startswith("12 gradient all-reduces")
+    local = checks["rank_local_buffers"]["detail"]
+    for name in ("actor.network.trunk.norm", "actor.network.norm", "critic_target.trunk.blocks.1.down_norm"):
+        assert f"{name}.running_mean" in local
+    assert checks["gradient_of_joined_batch"]["required"] is False
+    assert found["settings"] == {"algo": "flashsac", "compile_loss": False, "overrides": [override]}
