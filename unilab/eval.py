@@ -197,8 +197,9 @@ def share_interval(count: int, total: int) -> dict[str, float | int]:
 def table(facts: dict[str, Any]) -> list[str]:
     """The measures of `eval.json` as lines of text."""
     episodes = facts["episodes"]
+    count = "1 episode" if episodes == 1 else f"{episodes} episodes"
     lines = [
-        f"{episodes} episode{'s' * (episodes != 1)} without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
+        f"{count} without noise, pushes or exploration; mean and {LEVEL:.0%} interval",
     ]
     for name, key, digits in (
         ("return", "episode_return", 2),
