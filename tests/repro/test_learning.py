@@ -320,9 +320,10 @@ def test_a_changed_learning_number_is_found_by_recomputation(walked: Path, field
     assert any(line.strip().startswith(f"{RESULT_FILE}: differs from what its raw files give") for line in lines)
 
 
-def test_a_policy_that_does_not_walk_is_a_fault_and_runs_without_tracking_errors_are_reported_without_them(
+def test_a_policy_that_does_not_walk_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its runs log no tracking errors, and are reported without them."""
     monkeypatch.setenv("FAKE_LENGTH", "900")
     code, out = run_learning(tmp_path, "--iterations", "40")
     assert code == 1
