@@ -18,6 +18,7 @@ from unilab.replay import ReplayRing
 from unilab.sac.config import SacConfig, SacParams
 from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
+from unilab.streams import PREFIX, STREAMS
 from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
 
 CPU = torch.device("cpu")
@@ -96,9 +97,9 @@ def build(
         config = settings(algo_params=SacParams(use_compile=compiled), **given)
     torch.manual_seed(seed)
     streams = []
-    for index, name in enumerate(("environment", "exploration", "update")):
+    for index, name in enumerate(STREAMS):
         generator = torch.Generator(device).manual_seed(10 * seed + index)
-        streams.append(registry.generator(f"random/{name}", generator))
+        streams.append(registry.generator(f"{PREFIX}{name}", generator))
     task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), config.num_envs, device, "reference")
     env = Environment(task, config.num_envs, device, streams[0], registry)
     learner = config.build_learner((task.obs_dim, task.critic_dim, task.action_dim), device, amp, registry)

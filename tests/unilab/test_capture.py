@@ -30,6 +30,7 @@ from unilab.names import EXIT_OK
 from unilab.sac import learner as learner_module
 from unilab.sac.config import SacParams
 from unilab.state import StateRegistry
+from unilab.streams import STREAMS, stream_seed
 from unilab.train import main
 
 CPU = torch.device("cpu")
@@ -289,7 +290,7 @@ def test_switches_reach_the_runner_and_change_nothing_else(
     assert [graph.replays for graph in cuda.graphs] == (
         [13, 4] if graph else []
     )  # ticks; the first updates in the 10th
-    seeds = {stream: runner_module._stream_seed(1, stream) for stream in ("environment", "exploration", "update")}
+    seeds = {stream: stream_seed(1, stream) for stream in STREAMS}
     assert drawn == [[seeds["environment"], seeds["exploration"]], [seeds["update"]]]
     if graph:
         registered = [[generator.initial_seed() for generator in graph.generators] for graph in cuda.graphs]
@@ -311,7 +312,8 @@ def compiling() -> Iterator[None]:
     """Nothing compiled before counts, and nothing compiled here stays; the C++ compiler does not optimise."""
     torch._dynamo.reset()
     counters.clear()
-    with torch._inductor.config.patch({"cpp.simdlen": 1, "aot_inductor.debug_compile": True}):
+    fast = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True, "compile_threads": 1}
+    with torch._inductor.config.patch(fast):
         yield
     torch._dynamo.reset()
 
