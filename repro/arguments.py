@@ -29,7 +29,7 @@ def build_parser() -> Parser:
         ("plan", "cells, order, placement and time of a matrix; starts nothing", _add_plan),
         ("run", "run a matrix and write its report", _add_run),
         ("scaling", "a quick look at one GPU against several, for diagnosis", _add_scaling),
-        ("ab", "whether a change made training faster: two commits, interleaved on this host", _add_ab),
+        ("ab", "whether a change made training faster: two commits or images, interleaved on this host", _add_ab),
         ("analyze", "the metric of one run", _add_analyze),
         ("probe", "whether ranks compute, communicate and capture as they must", _add_probe),
         ("report", "compute and render a report again from its raw files", _add_report),
@@ -73,16 +73,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ab(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ref_a", metavar="REF_A", help="what was before: a commit, or . for the working tree")
-    parser.add_argument("ref_b", metavar="REF_B", help="the change: another commit, or . for the working tree")
+    parser.add_argument(
+        "ref_a", metavar="REF_A", help="what was before: a commit, . for the working tree, or image:NAME"
+    )
+    parser.add_argument("ref_b", metavar="REF_B", help="the change: another commit, . or another image:NAME")
     parser.add_argument(
         "--matrix", metavar="M", default="auto", help="its case of most ranks is run (default: auto, widest that fits)"
     )
-    parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each commit")
+    parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each side")
     parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run")
     parser.add_argument("--out", metavar="DIR", type=Path, help="report folder; -2, -3 … is appended if it has content")
     parser.add_argument(
         "--override", metavar="K=V", action="append", default=[], help="a trainer setting of every run; repeatable"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the session in --out: run what has no number yet"
     )
     parser.add_argument("--require-gpu", action="store_true", help="exit 3 where no GPU can be used")
     parser.add_argument("--dry-run", action="store_true", help="print commands, environment, placement; start no run")

@@ -77,7 +77,7 @@ def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
         case "ab":
             from repro.ab import ab
 
-            return ab(arguments, trainer, _run_plan)
+            return ab(arguments, trainer, _resume if arguments.resume else _run_plan)
         case "analyze":
             return _analyze(arguments)
         case "probe":
@@ -195,7 +195,13 @@ def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
 
 
 def _resume(
-    arguments: argparse.Namespace, plan: Plan, host: Host, trainer: Sequence[str], runner: Callable[[Cell], Runner]
+    arguments: argparse.Namespace,
+    plan: Plan,
+    host: Host,
+    trainer: Sequence[str],
+    runner: Callable[[Cell], Runner],
+    *,
+    roots: Mapping[str, Path] = MappingProxyType({}),
 ) -> int:
     from repro.resume import claim, find_session, finished_cells, is_complete
 
@@ -204,7 +210,7 @@ def _resume(
     with claim(arguments.out):
         earlier = find_session(arguments.out, plan, host)
         if not is_complete(arguments.out, earlier):
-            return _run_plan(arguments, plan, host, trainer, runner, finished_cells(earlier))
+            return _run_plan(arguments, plan, host, trainer, runner, finished_cells(earlier), roots)
     from repro.result import compute_result
     from repro.session import exit_code
 
@@ -281,7 +287,7 @@ def _naming(out_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             f"{error}; what was reached is in {out_dir}: repro report {out_dir} writes its page, "
-            f"repro run with the same arguments and --resume --out {out_dir} goes on"
+            f"the same command with --resume --out {out_dir} goes on"
         ) from error
 
 

@@ -13,11 +13,14 @@ import tarfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro.errors import UsageError
 from repro.launch import trainer_environment
 from repro.provenance import SOURCES, STAMP_FILE, Source, find_source, sources_sha256, trainer_sha256
+
+if TYPE_CHECKING:
+    from repro.docker_executor import DockerExecutor
 
 WORKING_TREE = "."
 LIMIT_SECONDS = 120.0
@@ -37,21 +40,25 @@ print(json.dumps({"package": str(package), **found, "git": git_facts(package.par
 
 @dataclass(frozen=True)
 class Code:
-    """The code of one side.
+    """The code of one side: of a commit in a folder, or of an image.
 
     Attributes:
         ref: What the user typed.
-        root: Folder that holds it.
+        label: What a reader is told that it is.
         source: Its facts.
-        dependencies: Requirements that its pyproject.toml names.
+        dependencies: Requirements that a commit's pyproject.toml names; versions that an image holds.
         has_probes: Whether its trainer has the programs of probes.
+        root: Folder that holds it; None in an image.
+        executor: What runs it in containers of its image; None of a commit.
     """
 
     ref: str
-    root: Path
+    label: str
     source: Source
     dependencies: frozenset[str]
-    has_probes: bool
+    has_probes: bool = True
+    root: Path | None = None
+    executor: DockerExecutor | None = None
 
 
 def require_repository(project: Path) -> None:
@@ -85,7 +92,7 @@ def lay_out(ref: str, root: Path, project: Path) -> Code:
         (root / STAMP_FILE).write_text(json.dumps({"commit": commit, "dirty": False, "diff_sha256": None}))
         source = find_source(root)
     source = source.model_copy(update={"trainer": None, "trainer_sha256": trainer_sha256(root / "unilab")})
-    return Code(ref, root, source, _dependencies(root), _look(ref, root, source))
+    return Code(ref, source.label, source, _dependencies(root), _look(ref, root, source), root)
 
 
 def _resolve(ref: str, project: Path) -> str:

@@ -75,7 +75,7 @@ def read_side(folder: Path) -> Side:
     assert check.report is not None
     evidence, result = check.report.evidence, check.report.result
     if evidence.plan.sources:
-        raise UsageError(f"{folder} compares two commits and has its own verdict; give a report of repro run")
+        raise UsageError(f"{folder} compares two commits or images and has its own verdict; give a report of repro run")
     source = evidence.plan.source
     return Side(
         name=str(folder),

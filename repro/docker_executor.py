@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from repro.container_owner import PROC, is_dead, own_label
-from repro.docker_image import connect, default_image, explanation, find_image
+from repro.docker_image import SOURCES_LABEL, connect, default_image, explanation, find_image
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host
 from repro.journal import Outcome
@@ -35,6 +35,7 @@ SHM_SIZE = "8g"  # NCCL's shared-memory transport; memory is taken as it is used
 CHECK_SECONDS = 120.0  # for a container that looks at itself
 LOG_SECONDS = 10.0  # for the rest of a log, once its container has ended
 FACTS = "from repro.host import find_host; print(find_host()[0].model_dump_json())"
+CODE = "from repro.provenance import find_source; print(find_source().model_dump_json())"
 # Versions that a run is made with; the others belong to the suite, which reads and renders outside.
 INSIDE = ("python", "torch", "mujoco", "numpy", "tensorboard", "triton", "unilab-repro")
 
@@ -57,19 +58,19 @@ class Room:
 
 
 @contextlib.contextmanager
-def docker_executor(image: str | None, host: Host, source: Source) -> Iterator[DockerExecutor]:
+def docker_executor(image: str | None, host: Host, source: Source | None) -> Iterator[DockerExecutor]:
     """Open the engine, check the image, and remove what dead sessions left.
 
     Args:
         image: Name of the image; None takes `unilab-repro:cuda` where the driver lists a GPU, else `unilab-repro:cpu`.
         host: Facts of the host.
-        source: The checkout's code, which must be the image's.
+        source: The checkout's code, which must be the image's; None where it may be any.
 
     Raises:
         HostUnfitError: Without Linux, SDK, engine, or an image of these sources.
     """
     if sys.platform != "linux":
-        raise HostUnfitError("--executor docker needs Linux: elsewhere an engine has other CPUs than this host")
+        raise HostUnfitError("a container for each run needs Linux: elsewhere an engine has other CPUs than this host")
     client = connect()
     try:
         executor = DockerExecutor(client, find_image(client, image or default_image(host), source))
@@ -107,13 +108,27 @@ class DockerExecutor:
         Raises:
             HostUnfitError: If the image cannot be started.
         """
-        ended, output = self._look(Room("facts"), FACTS)
-        if ended.exit_code != EXIT_OK:
-            raise HostUnfitError(f"image {self.facts.image} does not start: {ended.reason}")
-        inside = parse_model(Host, output.strip().splitlines()[-1], f"facts of image {self.facts.image}")
+        inside = parse_model(Host, self._ask("facts", FACTS), f"facts of image {self.facts.image}")
         versions = {name: inside.versions.get(name) for name in INSIDE}
         own = {name: getattr(inside, name) for name in ("compiler", "shm_bytes", "environment")}
         return host.model_copy(update={**own, "versions": host.versions | versions})
+
+    def source_inside(self) -> Source:
+        """The code that the image holds, as its suite reads it there.
+
+        Raises:
+            HostUnfitError: If the image cannot be started, or its label names other code.
+        """
+        image = self.facts.image
+        source = parse_model(Source, self._ask("code", CODE), f"code of image {image}")
+        label = self._client.images.get(self.facts.image_id).labels[SOURCES_LABEL]
+        if source.sources_sha256 != label:
+            raise HostUnfitError(
+                f"image {image} holds sources {source.sources_sha256[:12]}, its label says {label[:12]}; build it again"
+            )
+        if source.trainer_sha256 is None:
+            raise HostUnfitError(f"image {image} does not say which trainer it holds; build one of a later commit")
+        return source.model_copy(update={"trainer": None})
 
     def check_gpus(self, plan: Plan) -> None:
         """Give the plan's GPUs to a container that does nothing.
@@ -126,18 +141,25 @@ class DockerExecutor:
         for gpu in gpus:
             if not gpu.startswith(("GPU-", "MIG-")):
                 raise UsageError(
-                    f"--executor docker takes GPUs by id, CUDA_VISIBLE_DEVICES has {gpu!r}; unset it or use the ids "
+                    f"a container takes GPUs by id, CUDA_VISIBLE_DEVICES has {gpu!r}; unset it or use the ids "
                     "that nvidia-smi -L prints"
                 )
         if gpus and (ended := self._look(Room("gpus", gpus=gpus), "pass")[0]).exit_code != EXIT_OK:
             raise HostUnfitError(
-                f"the engine gives containers no GPU: {ended.reason}; install the NVIDIA Container Toolkit, or take "
-                "--executor local"
+                f"the engine gives containers no GPU: {ended.reason}; install the NVIDIA Container Toolkit, or run "
+                "without containers"
             )
 
     def runner(self, cell: Cell) -> Runner:
         """What runs a cell's commands: a container each, which inherits nothing and gets what the cell sets."""
         return functools.partial(self._run, Room(cell.id, cell.cpuset, _gpus(cell), cell.environment))
+
+    def _ask(self, name: str, program: str) -> str:
+        """The last line that a Python program in the image prints."""
+        ended, output = self._look(Room(name), program)
+        if ended.exit_code != EXIT_OK:
+            raise HostUnfitError(f"image {self.facts.image} does not start: {ended.reason}")
+        return output.strip().splitlines()[-1]
 
     def _look(self, room: Room, program: str) -> tuple[Ended, str]:
         """Run a Python program in a container; return how it ended and its output."""

@@ -28,7 +28,7 @@ def connect() -> Any:
         sdk, errors = importlib.import_module("docker.client"), importlib.import_module("docker.errors")
     except ImportError:
         raise HostUnfitError(
-            "--executor docker needs the docker package, which is not installed: pip install docker"
+            "a container for each run needs the docker package, which is not installed: pip install docker"
         ) from None
     try:
         return sdk.from_env()
@@ -41,11 +41,16 @@ def default_image(host: Host) -> str:
     return f"unilab-repro:{'cuda' if host.gpus else 'cpu'}"
 
 
-def find_image(client: Any, name: str, source: Source) -> Executor:
+def find_image(client: Any, name: str, source: Source | None) -> Executor:
     """Look an image up and compare its labels with the checkout.
 
+    Args:
+        client: Of the engine.
+        name: Name or id of the image.
+        source: The checkout's code; None where an image of any code is wanted, if its label says which.
+
     Raises:
-        HostUnfitError: If the engine has none of that name, or it was built from other code.
+        HostUnfitError: If the engine has none of that name, or it was built from other code or does not say from which.
     """
     try:
         image = client.images.get(name)
@@ -57,6 +62,10 @@ def find_image(client: Any, name: str, source: Source) -> Executor:
     labels = image.labels
     build = f"build it again: make image LOCK={labels.get(LOCK_LABEL, 'cpu')}"
     sources, revision = labels.get(SOURCES_LABEL, UNKNOWN), labels.get(REVISION_LABEL, UNKNOWN)
+    if source is None and sources == UNKNOWN:
+        raise HostUnfitError(f"image {name} has no label {SOURCES_LABEL}: nothing says which code it holds; {build}")
+    if source is None:
+        return Executor(kind="docker", image=name, image_id=image.id)
     if sources != source.sources_sha256:
         raise HostUnfitError(
             f"image {name} holds sources {sources[:12]}, this checkout {source.sources_sha256[:12]}; {build}"

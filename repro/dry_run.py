@@ -64,8 +64,9 @@ def _containers(plan: Plan) -> list[str]:
     if plan.executor.kind == "local":
         return []
     sets = {cell.case: text.cpu_list(cell.cpuset) for cell in plan.runnable if cell.cpuset is not None}
+    images = {f"{case} ": image for case, image in plan.images.items()} or {"": plan.executor}
     return [
-        f"each run in a container of {plan.executor.image} ({plan.executor.image_id}); "
+        f"each run in a container of {', '.join(f'{case}{it.image} ({it.image_id})' for case, it in images.items())}; "
         f"CPUs: {', '.join(f'{case} {cpus}' for case, cpus in sets.items())}"
     ]
 

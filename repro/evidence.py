@@ -365,8 +365,10 @@ def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, 
 def mixed_cases(evidence: Evidence, one: str, other: str) -> str | None:
     """Say what differs between the code of two cases' measured cells, or None.
 
-    Where cases are commits, only versions that both record must be equal.
+    Where cases are commits, only versions that both record must be equal; images are compared with what they hold.
     """
+    if evidence.plan.images:
+        return None
     a, b = (_first(evidence, case, "fingerprint") for case in (one, other))
     if evidence.plan.sources:
         common = {name for name in a.keys() & b.keys() if name.startswith("versions.")}
@@ -375,7 +377,7 @@ def mixed_cases(evidence: Evidence, one: str, other: str) -> str | None:
 
 
 def differing_settings(evidence: Evidence) -> list[str]:
-    """Settings that both of two compared commits have and that resolve differently, where cases are commits."""
+    """Settings that both of two compared commits or images have and that resolve differently; none of other cases."""
     if not evidence.plan.sources:
         return []
     a, b = (flatten(_first(evidence, case, "config")) for case in evidence.plan.sources)

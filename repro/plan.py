@@ -143,7 +143,8 @@ class Plan(Strict):
         estimated_seconds: Expected duration of all cells and probes.
         cells: In the order they run.
         executor: What starts them.
-        sources: The code of each case where cases are commits, as `repro ab` has them; else empty.
+        sources: The code of each case where cases are commits or images, as `repro ab` has them; else empty.
+        images: What starts the cells of each case where cases are images; `executor` is then the last one's.
         remarks: What a reader must know about these.
     """
 
@@ -158,6 +159,7 @@ class Plan(Strict):
     cells: tuple[Cell, ...]
     executor: Executor = LOCAL
     sources: dict[str, Source] = Field(default_factory=dict)
+    images: dict[str, Executor] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -173,12 +175,14 @@ class Plan(Strict):
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only some plans have."""
         content: dict[str, Any] = serialize(self)
-        return {key: value for key, value in content.items() if value or key not in ("sources", "remarks")}
+        return {key: value for key, value in content.items() if value or key not in ("sources", "images", "remarks")}
 
     @property
     def labels(self) -> dict[str, str]:
-        """What cases that are commits are called, as in ``B (abc1234)``."""
-        return {case: f"{case.upper()} ({source.label})" for case, source in self.sources.items()}
+        """What cases that are commits or images are called, as in ``B (abc1234)``."""
+        names = {case: source.label for case, source in self.sources.items()}
+        names |= {case: f"{image.image}" for case, image in self.images.items()}
+        return {case: f"{case.upper()} ({name})" for case, name in names.items()}
 
     def source_of(self, case: str) -> Source:
         """The code of a case's cells."""
@@ -202,6 +206,7 @@ def make_plan(
     trainer: Sequence[str] = TRAINER,
     executor: Executor = LOCAL,
     sources: Mapping[str, Source] = MappingProxyType({}),
+    images: Mapping[str, Executor] = MappingProxyType({}),
     remarks: Sequence[str] = (),
     now: datetime | None = None,
 ) -> Plan:
@@ -218,6 +223,7 @@ def make_plan(
         trainer: Start of the command.
         executor: What starts cells.
         sources: The code of each case where it is not `source`.
+        images: What starts the cells of each case where it is not `executor` for all.
         remarks: About these.
         now: Time of planning; None takes the clock.
 
@@ -252,6 +258,7 @@ def make_plan(
         cells=cells,
         executor=executor,
         sources=dict(sources),
+        images=dict(images),
         remarks=tuple(remarks),
     )
 
@@ -269,6 +276,10 @@ def check_plan(plan: Plan) -> None:
         raise UsageError(f"{PLAN_FILE}: case {unplanned[0]!r} has no cell; write the plan again with repro run")
     if plan.sources and plan.sources.keys() != recorded.keys():
         raise UsageError(f"{PLAN_FILE}: sources names {', '.join(plan.sources)}, its cases are {', '.join(recorded)}")
+    if plan.images and (
+        plan.images.keys() != plan.sources.keys() or plan.executor != plan.images[plan.matrix.cases[-1].name]
+    ):
+        raise UsageError(f"{PLAN_FILE}: images must name one for each of its sources, and executor the last of them")
     placements = {case.name: recorded[case.name] for case in plan.matrix.cases}
     order = _order(plan.matrix, placements)
     if len(order) != len(plan.cells):
@@ -305,7 +316,7 @@ def interleave(names: Sequence[str], repeats: int) -> list[tuple[str, int]]:
 
 def shell_command(plan: Plan, cell: Cell, variables: Mapping[str, str]) -> str:
     """A cell's command as a shell takes it, with variables before it; where cases are commits, also a checkout's."""
-    own = plan.sources.get(cell.case)
+    own = None if plan.images else plan.sources.get(cell.case)
     code = {} if own is None else {"PYTHONPATH": f"checkout_of_{own.label.replace(' ', '_')}"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted({**variables, **code}.items())]
     trainer = () if cell.foreign else plan.trainer

@@ -20,7 +20,7 @@ from repro.layout import CEILING_FILE, MANIFEST_FILE, RESULT_FILE, RUNS_DIR
 from repro.learning_section import learning_context, learning_limit
 from repro.matrix import Comparison, Matrix
 from repro.noise_section import noise_sentence, steadiness_table
-from repro.plan import VISIBLE_DEVICES, Cell, Executor, shell_command
+from repro.plan import VISIBLE_DEVICES, Cell, Plan, shell_command
 from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
@@ -241,9 +241,10 @@ def _notes(evidence: Evidence) -> list[str]:
 
 
 def side_notes(evidence: Evidence) -> list[str]:
-    """What a reader must know about two commits that are compared; empty where cases are no commits."""
+    """What a reader must know about two commits or images that are compared; empty where cases are neither."""
     found = differing_settings(evidence)
-    other = f"The commits do not do the same work: settings of a and b are {'; '.join(found)}."
+    what = "images" if evidence.plan.images else "commits"
+    other = f"The {what} do not do the same work: settings of a and b are {'; '.join(found)}."
     return [*evidence.plan.remarks, *([other] if found else [])]
 
 
@@ -282,7 +283,7 @@ def _environment(evidence: Evidence) -> str:
         *([f"code of {case}", _code(source)] for case, source in sources.items()),
         ["code of the suite" if sources else "code", _code(own)],
         *([["trainer", own.trainer]] if own.trainer and not sources else []),
-        *_containers(evidence.plan.executor),
+        *_containers(evidence.plan),
         ["CPU", f"{host.cpu_model}, {count_of(host.cpu_count, 'logical CPU')}"],
         ["allowed CPUs", f"{text.cpu_list(host.allowed_cpus)} ({count_of(host.physical_cores, 'physical core')})"],
         ["sockets, NUMA nodes", f"{_known(host.sockets)}, {_known(host.numa_nodes)} among the allowed CPUs"],
@@ -310,8 +311,15 @@ def _known(value: int | str | None) -> str:
     return "unknown" if value is None else f"{value}"
 
 
-def _containers(executor: Executor) -> list[list[str]]:
-    """The image of a session whose cells ran in containers."""
+def _containers(plan: Plan) -> list[list[str]]:
+    """The images of a session whose cells ran in containers."""
+    if plan.images:  # a derived image has the commit of the one below it, whatever it changed
+        sources = {case: plan.sources[case].sources_sha256[:12] for case in plan.images}
+        return [
+            [f"image of {case}", f"{image.image} {image.image_id}, sources {sources[case]}…"]
+            for case, image in plan.images.items()
+        ]
+    executor = plan.executor
     return [["image of every run", f"{executor.image} {executor.image_id}"]] if executor.kind == "docker" else []
 
 

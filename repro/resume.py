@@ -1,4 +1,4 @@
-"""`repro run --resume`: goes on with a session that was interrupted or whose cells did not all end well.
+"""`--resume`: `repro run` and `repro ab` go on with a session that was interrupted or whose cells did not all end well.
 
 Only on the same plan, code, host and packages. Cells with a number stay, the others are run again; what their earlier
 attempts left is moved aside and stays in the report.
@@ -127,7 +127,7 @@ def reopen_session(out_dir: Path) -> Journal:
 def _content(model: Plan | Host, left_out: tuple[str, ...]) -> dict[str, Any]:
     """Fields to compare, what all else follows from first."""
     content = model.model_dump(mode="json", exclude=set(left_out))
-    first = [name for name in ("source", "matrix", "timeout_seconds") if name in content]
+    first = [name for name in ("source", "images", "sources", "matrix", "timeout_seconds") if name in content]
     return {name: content[name] for name in dict.fromkeys([*first, *content])}
 
 

@@ -22,7 +22,7 @@ from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_r
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.matrix import AB_MATRIX
-from repro.plan import Cell, Plan
+from repro.plan import Cell, Executor, Plan
 from repro.redact import Redactor
 from repro.result import Result, missing_cells
 from repro.schema import canonical_json
@@ -35,7 +35,7 @@ REPORTS = Path("reports")
 
 def default_out_dir(plan: Plan, host: Host) -> Path:
     """``reports/<date>_<matrix>_<commit>``; with GPUs their short name and number stand for the matrix, or behind it
-    where it is about learning or commits. Of commits it has both.
+    where it is about learning, commits or images. Of these two it has both.
     """
     ranks = max(cell.world_size for cell in plan.cells)
     uses_gpu = not plan.matrix.smoke and any(cell.gpus for cell in plan.cells)
@@ -104,9 +104,13 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
         for case in plan.matrix.cases
     )
     matrix = plan.matrix.model_copy(update={"cases": cases, "overrides": words(plan.matrix.overrides)})
-    image = plan.executor.image
-    executor = plan.executor.model_copy(update={"image": image and redactor.text(image)})
-    return plan.model_copy(update={"cells": cells, "matrix": matrix, "executor": executor})
+
+    def named(executor: Executor) -> Executor:
+        return executor.model_copy(update={"image": executor.image and redactor.text(executor.image)})
+
+    images = {case: named(image) for case, image in plan.images.items()}
+    own = {"cells": cells, "matrix": matrix, "executor": named(plan.executor), "images": images}
+    return plan.model_copy(update=own)
 
 
 def run_cells(

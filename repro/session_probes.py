@@ -163,7 +163,9 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
 
 
 def _widest(plan: Plan) -> Cell:
-    own = [cell for cell in plan.runnable if not cell.foreign]
+    """The cell whose place probes take; where cases are commits or images, it is of the last one, the change."""
+    last = plan.matrix.cases[-1].name
+    own = [cell for cell in plan.runnable if not cell.foreign and (not plan.sources or cell.case == last)]
     return max(own or plan.cells, key=lambda cell: cell.world_size)
 
 

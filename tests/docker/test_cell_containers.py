@@ -1,9 +1,10 @@
-"""`repro run --executor docker` for real: what a cell sees from inside, how it ends, and that nothing of it stays."""
+"""Cells in containers for real: what a cell sees from inside, how it ends, and that nothing of it stays."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import pytest
 from compose_cli import NAME, ROOT, Compose
 
 from repro.docker_executor import CACHES, SESSION_LABEL, DockerExecutor, docker_executor
+from repro.docker_image import SOURCES_LABEL
 from repro.errors import HostUnfitError
 from repro.host import find_host
 from repro.matrix import load_matrix
 from repro.plan import Cell, Plan, make_plan
-from repro.provenance import find_source
+from repro.provenance import find_source, sources_sha256
 
 pytest.importorskip("docker.client", reason="the docker package is not installed")
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -79,6 +81,23 @@ def report(image: str, compose: Compose, tmp_path_factory: pytest.TempPathFactor
     done = repro("run", "--executor", "docker", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "out"
+
+
+@pytest.fixture
+def changed_image(image: str, compose: Compose, tmp_path: Path) -> Iterator[str]:
+    """The image with a line more in its trainer, labelled as what it then holds."""
+    for package in ("unilab", "repro"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "unilab" / "__init__.py").open("a") as file:
+        file.write("# A line more.\n")
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {image}\nCOPY unilab/__init__.py /opt/unilab-repro/unilab/__init__.py\n"
+        f"LABEL {SOURCES_LABEL}={sources_sha256(tmp_path)}\n"
+    )
+    name = f"{NAME}:changed"
+    compose.docker("build", "--quiet", "--network", "none", "--tag", name, str(tmp_path))
+    yield name
+    compose.docker("rmi", name)
 
 
 def repro(*arguments: str, program: str = "") -> subprocess.CompletedProcess[str]:
@@ -201,3 +220,28 @@ def test_an_image_of_other_code_is_refused(image: str, compose: Compose, tmp_pat
     compose.docker("rmi", f"{NAME}:other")
     assert refused.returncode == 3
     assert f"image {NAME}:other holds sources other, this checkout" in refused.stderr
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a container needs a CPU beside its worker's")
+def test_two_images_are_compared_each_with_its_own_code(
+    image: str, changed_image: str, compose: Compose, tmp_path: Path
+) -> None:
+    (tmp_path / "boxes.toml").write_text(MATRIX.replace("ceiling = true\n", ""))
+    out, names = tmp_path / "out", {"a": image, "b": changed_image}
+    words = ["ab", *(f"image:{name}" for name in names.values()), "--matrix", str(tmp_path / "boxes.toml"), "--out"]
+    done = repro(*words, str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads((out / "plan.json").read_text())
+    ran = {}
+    for side, name in names.items():
+        identity = compose.docker("inspect", name, "--format", "{{.Id}}").stdout.strip()
+        assert plan["images"][side] == {"kind": "docker", "image": name, "image_id": identity}
+        command = json.loads((out / "runs" / f"{side}_r1" / "command.json").read_text())
+        ran[side] = command["source_sha256"]
+        assert ran[side] == plan["sources"][side]["trainer_sha256"]
+    assert ran["a"] == find_source().trainer_sha256 != ran["b"]
+    assert f"B ({changed_image})" in done.stdout and f"A ({image})" in done.stdout
+    again = repro(*words, str(out), "--resume")
+    assert (again.returncode, again.stdout) == (0, f"nothing to do: every run in {out} has its number\n")
+    assert repro("verify", str(out)).returncode == 0
+    assert containers(compose) == []

@@ -58,6 +58,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.image_labels: dict[str, str] = {}
+        self.images_by_name: dict[str, SimpleNamespace] = {}  # beside the one of `image_labels`, which has any name
         self.created: list[dict[str, Any]] = []
         self.present: list[FakeContainer] = []
         self.removed: list[FakeContainer] = []
@@ -90,6 +91,8 @@ class FakeEngine:
         ]
 
     def _image(self, name: str) -> SimpleNamespace:
+        if name in self.images_by_name:
+            return self.images_by_name[name]
         if not self.image_labels:
             raise RefusedError(f"No such image: {name}")
         return SimpleNamespace(id=IMAGE_ID, labels=self.image_labels)

@@ -314,7 +314,9 @@ def test_a_gate_takes_no_comparison_of_commits(
 ) -> None:
     out, _ = finished
     assert main(["gate", str(out), "--baseline", str(finished_session(tmp_path / "base"))]) == 2
-    assert "compares two commits and has its own verdict; give a report of repro run" in capsys.readouterr().err
+    assert (
+        "compares two commits or images and has its own verdict; give a report of repro run" in capsys.readouterr().err
+    )
 
 
 def test_what_a_reader_must_know_of_both_commits_is_in_report_and_output(
@@ -383,6 +385,31 @@ def test_an_interrupt_before_the_first_run_leaves_no_code_behind(
     code, output = interrupt(project, number, mark)
     assert (code, output.splitlines()[-1]) == (130, "repro: interrupted")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_comparison_goes_on_with_the_same_commits_alone(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "base.toml").write_text(MATRIX.replace("repeats = 3", "repeats = 1"))
+    assert interrupt(project, signal.SIGINT, out / "runs" / "warmup2_b" / "progress.jsonl", FAKE_SECONDS="3")[0] == 130
+    slow, fast = (git(project, "rev-parse", ref) for ref in ("HEAD~1", "HEAD"))
+    write_trainer(project, 3 * FAST)
+    commit(project, "faster still")
+    assert run_ab("HEAD~1", "HEAD", "--resume") == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(
+        f'repro: --resume out: sources.a.commit in its plan.json is "{slow}", here it is "{fast}"'
+    )
+    assert run_ab("HEAD~2", "HEAD~1", "--resume") == 0
+    commits = {cell.cell.id: json.loads(cell.fingerprint["git.commit"]) for cell in read_evidence(out).cells}
+    assert commits == {"warmup1_a": slow, "warmup2_b": fast, "a_r1": slow, "b_r1": fast}
+    assert verify([out], print)
+
+
+def test_a_comparison_goes_on_only_in_a_folder_that_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ab", "HEAD~1", "HEAD", "--matrix", "base.toml", "--resume"]) == 2
+    assert "--resume needs --out DIR, the folder of the session to go on with" in capsys.readouterr().err
 
 
 def interrupt(project: Path, number: signal.Signals, started: Path, **environment: str) -> tuple[int, str]:

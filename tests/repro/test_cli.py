@@ -28,7 +28,7 @@ COMMANDS = {
     "scaling": ["--iterations", "--devices", "--extra-overrides", "--out-json"],
     "ab": [
         *("REF_A", "REF_B", "--matrix", "--repeats", "--iterations"),
-        *("--out", "--override", "--require-gpu", "--dry-run"),
+        *("--out", "--override", "--resume", "--require-gpu", "--dry-run"),
     ],
     "analyze": ["RUN_DIR", "--tag", "--tail", "--output", "--json"],
     "probe": ["PROBE", "--world-size", "--algo", "--compile-loss", "--smoke", "--output", "--json"],
