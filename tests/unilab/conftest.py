@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from unilab.tasks.velocity_task import VelocityTask
 from unilab.video import VideoError, find_renderer
 
 
@@ -21,3 +23,16 @@ def renderer() -> str:
         return find_renderer()
     except VideoError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def uniforms(task: VelocityTask) -> Tensor:
+    """Draws of 4096 resets of a module's `task`."""
+    return torch.rand(4096, task.uniform_width, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def resets(task: VelocityTask, uniforms: Tensor) -> dict[str, Tensor]:
+    """What these draws give, by field."""
+    rows = task.reset_rows(uniforms)
+    return {name: rows[:, columns] for name, columns in task.spec.reset_columns.items()}
