@@ -189,8 +189,9 @@ def test_the_compiler_takes_it_as_one_graph() -> None:
     """Without Inductor, whose code is a GPU's matter: traced forward and backward do what eager code does."""
     torch._dynamo.reset()
     states = []
+    params = FlashSacParams(actor_config=own("Normalised"), critic_num_blocks=1)
     for traced in (False, True):
-        rig = begun(config=settings("Normalised"))
+        rig = begun(config=flash_settings(algo_params=params, updates_per_step=2))
         if traced:
             for name, function in (("_actor_objective", "_judge_actor"), ("_next_action", "_sample")):
                 given = getattr(rig.learner, function)
