@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from repro.as_planned import departure, shortened
 from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
@@ -31,26 +32,20 @@ from repro.layout import (
 )
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, case_of, check_plan, is_pinned, pinning, same_words
-from repro.run_files import find_value, flatten, read_json
+from repro.plan import Cell, Plan, case_of, check_plan
+from repro.run_files import flatten, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
 from repro.telemetry import Sample, read_telemetry
 from repro.throughput import Throughput, measure
-from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, GRADIENT_MEAN, MANIFEST_FILE
+from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
 
 # Reasons of the suite's own, beside those of `events.Reason`.
-NOT_AS_PLANNED = "not_as_planned"
-MISSING_PROVENANCE = "missing_provenance"
-OTHER_CODE = "other_code"
 COPIED_EVENTS = "copied_events"
 NO_EVALUATION = "no_evaluation"
 EVENT_FILE_MARK = "tfevents"
-GIT_FACTS = ("commit", "dirty", "diff_sha256")
 # Settings of a run that say where it runs, not what it does.
 PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
-# A run's folder as the trainer may record it: relative, or in a folder that was made absolute and then replaced.
-LOG_DIR = re.compile(r"^(training\.log_dir=)(?:\.|[/<].*)/(runs/[^/]+)$")
 STATUSES = (
     "measured",  # has a number that counts
     "discarded",  # a warm-up that ended well; its number does not count
@@ -225,24 +220,24 @@ def _ended(plan: Plan, journal: tuple[Entry, ...]) -> dict[str, Entry]:
 
 
 def _judge(out_dir: Path, plan: Plan, cell: Cell, started: bool, entry: Entry | None, stop: str) -> CellEvidence:
-    has_run = (out_dir / cell.run).is_dir()
-
-    def verdict(status: str, reason: str | None) -> CellEvidence:
-        return CellEvidence(cell, status, reason, None, None, has_run)
-
+    without = partial(_without_number, out_dir, cell)
     if cell.skip_reason is not None:
-        return verdict("skipped", cell.skip_reason)
+        return without("skipped", cell.skip_reason)
     if not started:
-        return verdict("not_run", stop)
+        return without("not_run", stop)
     if entry is None:
-        return verdict("interrupted", "the journal has no end of this cell")
+        return without("interrupted", "the journal has no end of this cell")
     if entry.outcome != "exited":
-        return verdict(str(entry.outcome), entry.reason)
+        return without(str(entry.outcome), entry.reason)
     if entry.exit_code == EXIT_HOST_UNFIT and not cell.foreign:
-        return verdict("host_unfit", entry.reason)
+        return without("host_unfit", entry.reason)
     if entry.exit_code != EXIT_OK:
-        return verdict("failed", entry.reason)
+        return without("failed", entry.reason)
     return _measured_foreign(out_dir, plan, cell) if cell.foreign else _measured(out_dir, plan, cell, entry)
+
+
+def _without_number(out_dir: Path, cell: Cell, status: str, reason: str | None) -> CellEvidence:
+    return CellEvidence(cell, status, reason, None, None, (out_dir / cell.run).is_dir())
 
 
 def _measured_foreign(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
@@ -251,8 +246,7 @@ def _measured_foreign(out_dir: Path, plan: Plan, cell: Cell) -> CellEvidence:
     try:
         throughput = measure_foreign(out_dir / cell.run, case_of(plan.matrix, cell))
     except Refusal as refusal:
-        reason = f"{refusal.code}: {relative_text(str(refusal), out_dir)}"
-        return CellEvidence(cell, "refused", reason, None, None, (out_dir / cell.run).is_dir())
+        return _without_number(out_dir, cell, "refused", f"{refusal.code}: {relative_text(str(refusal), out_dir)}")
     missing = NO_CEILING if plan.matrix.ceiling and not cell.warmup else None
     return CellEvidence(cell, status, None, throughput, None, has_run=True, ceiling_reason=missing)
 
@@ -265,21 +259,17 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEviden
         config, manifest = read_json(run_dir / CONFIG_FILE), read_json(run_dir / MANIFEST_FILE)
         command = read_json(run_dir / COMMAND_FILE)
     except Refusal as refusal:
-        reason = f"{refusal.code}: {relative_text(str(refusal), out_dir)}"
-        return CellEvidence(cell, "refused", reason, None, None, run_dir.is_dir())
-    problem = _deviation(plan, cell, config, manifest)
+        return _without_number(out_dir, cell, "refused", f"{refusal.code}: {relative_text(str(refusal), out_dir)}")
+    problem = departure(plan, cell, config, manifest, command)
     if problem is not None:
-        return CellEvidence(cell, "refused", f"{NOT_AS_PLANNED}: {problem}", None, None, True)
-    wrong = _wrong_command(plan, cell, command)
-    if wrong is not None:
-        return CellEvidence(cell, "refused", wrong, None, None, True)
+        return _without_number(out_dir, cell, "refused", problem)
     evaluation = None
     if plan.matrix.evaluate and not cell.warmup:
         try:
             evaluation = _evaluation(run_dir, plan, entry, throughput)
         except ValueError as error:
             reason = f"{NO_EVALUATION}: {relative_text(str(error), out_dir)}"
-            return CellEvidence(cell, "refused", reason, None, None, True)
+            return _without_number(out_dir, cell, "refused", reason)
     throughput = replace(throughput, notes=[relative_text(note, out_dir) for note in throughput.notes])
     ceiling, missing = None, None
     if plan.matrix.ceiling and not cell.warmup:
@@ -315,73 +305,6 @@ def relative_text(text: str, out_dir: Path) -> str:
     for prefix in sorted({str(out_dir), str(out_dir.absolute()), str(out_dir.resolve())}, key=len, reverse=True):
         text = text.replace(f"{prefix}/", "")
     return text
-
-
-def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
-    """What the run did differently from its plan, or None. A section that is missing deviates."""
-    matrix = plan.matrix
-    asked: dict[str, tuple[Any, Any]] = {
-        "training.smoke": (matrix.smoke, find_value(config, "training", "smoke")),
-        "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
-        "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
-    }
-    if is_pinned(cell):
-        key, _, lists = pinning(cell.pools).partition("=")
-        asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
-    if cell.world_size > 1:
-        asked |= _planned_ranks(cell, manifest, matrix.smoke)
-    for what, (planned, found) in asked.items():
-        if found != planned:
-            return f"{what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
-    return None
-
-
-def _planned_ranks(cell: Cell, manifest: Mapping[str, Any], smoke: bool) -> dict[str, tuple[Any, Any]]:
-    """What several ranks must say of themselves, planned and found: all there, learning as one, a GPU each."""
-    listed = manifest.get("ranks")
-    ranks = [rank for rank in listed if isinstance(rank, dict)] if isinstance(listed, list) else []
-    asked: dict[str, tuple[Any, Any]] = {
-        "ranks": (list(range(cell.world_size)), [rank.get("rank") for rank in ranks]),
-        "dp_sync.mode": (GRADIENT_MEAN, find_value(manifest, "dp_sync", "mode")),
-    }
-    if not smoke:
-        asked["number of GPUs"] = (cell.world_size, len({f"{rank.get('gpu_uuid')}" for rank in ranks}))
-    return asked
-
-
-def _wrong_command(plan: Plan, cell: Cell, command: Mapping[str, Any]) -> str | None:
-    """Why `command.json` is not that of this cell and of the code the plan was made for, or None."""
-    if not command:
-        return f"{MISSING_PROVENANCE}: {cell.run} has no {COMMAND_FILE}, so nothing says which code ran"
-    ran = {name: find_value(command, "git", name) for name in GIT_FACTS}
-    source = plan.source_of(cell.case)
-    planned = {name: getattr(source, name) for name in GIT_FACTS}
-    if ran != planned:
-        return f"{OTHER_CODE}: ran code {_code(ran)}, but the plan was made for {_code(planned)}"
-    trainer = source.trainer_sha256  # a trainer imported from elsewhere may lie in a checkout of the same commit
-    if trainer is not None and command.get("source_sha256") != trainer:
-        found = _short(f"{command.get('source_sha256')}")
-        return f"{OTHER_CODE}: ran trainer sources {found}, but the plan was made for {_short(trainer)}"
-    if cell.cpuset is not None and command.get("affinity") != list(cell.cpuset):
-        planned_cpus, found_cpus = json.dumps(cell.cpuset), json.dumps(command.get("affinity"))
-        return f"{NOT_AS_PLANNED}: its container was planned with CPUs {planned_cpus}, the run says {found_cpus}"
-    argv = command.get("argv")
-    words = [LOG_DIR.sub(r"\1\2", str(word)) for word in argv] if isinstance(argv, list) else []
-    if not same_words(cell.arguments, words):
-        found, wanted = next(
-            ((word, own) for word, own in zip(words, cell.arguments, strict=False) if not same_words([own], [word])),
-            (f"{len(words)} words", f"{len(cell.arguments)} words"),
-        )
-        return f"{NOT_AS_PLANNED}: its command was planned with {wanted}, the run says {found}"
-    return None
-
-
-def _code(git: Mapping[str, Any]) -> str:
-    """Commit and difference in words."""
-    commit = "of an unknown commit" if git["commit"] is None else f"{git['commit']}"[:12]
-    state = {True: "with changes", False: "without changes"}.get(git["dirty"], "changes unknown")
-    difference = "" if git["diff_sha256"] is None else f" {git['diff_sha256']}"[:13]
-    return f"{commit} ({state}{difference})"
 
 
 def refuse_copied_events(cells: tuple[CellEvidence, ...], inputs: Mapping[str, str]) -> tuple[CellEvidence, ...]:
@@ -475,10 +398,5 @@ def _first(evidence: Evidence, case: str, field: Literal["fingerprint", "config"
 def _difference(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:
     for key in sorted(a.keys() | b.keys()):
         if a.get(key) != b.get(key):
-            return f"{key} {_short(a.get(key))} and {_short(b.get(key))}"
+            return f"{key} {shortened(a.get(key))} and {shortened(b.get(key))}"
     return None
-
-
-def _short(value: str | None) -> str:
-    text = (value or "nothing").strip('"')
-    return text if len(text) <= 20 else f"{text[:12]}…"

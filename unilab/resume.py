@@ -28,8 +28,8 @@ from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import is_written
 from unilab.names import ATTEMPT_PATTERN
-from unilab.runner import STREAMS
 from unilab.state import StateRegistry
+from unilab.streams import PREFIX, STREAMS
 from unilab.tasks.velocity_task import VelocityTask
 
 # Settings that say where a run is, not what it does.
@@ -162,7 +162,7 @@ def _lasting_state(config: RunConfig, device: torch.device) -> StateRegistry:
     registry, cpu, algo = StateRegistry(), torch.device("cpu"), replace(config.algo, num_envs=1)
     task = config.build_task(1, cpu)
     for stream in STREAMS:
-        registry.generator(f"random/{stream}", torch.Generator(device))
+        registry.generator(f"{PREFIX}{stream}", torch.Generator(device))
     Environment(task, 1, cpu, torch.Generator(), registry)
     algo.build_learner((task.obs_dim, task.critic_dim, task.action_dim), cpu, False, registry)
     return registry

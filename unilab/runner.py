@@ -7,7 +7,6 @@ the learner updates, while the pool steps the first group again. The CPU pool do
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -53,11 +52,11 @@ from unilab.rank_statistics import HOST_MEASURES, RankStatistics
 from unilab.replay import ReplayRing, row_width
 from unilab.run_dir import RunDirectory
 from unilab.state import StateRegistry
+from unilab.streams import PREFIX, STREAMS, stream_seed
 from unilab.tasks.velocity_task import VelocityTask
 from unilab.terminal import TerminalView
 from unilab.trace import Clock, DeviceClock, HostClock, StageTimer, Trace, device_times
 
-STREAMS = ("environment", "exploration", "update")  # of random numbers, a generator each
 # Tracks of the timeline: what the host knows of a turn, by tag, and the name a reader sees.
 _TIMELINE = {
     "learner/host": ((COLLECTOR_WAIT_MS, "wait for rows"), (INFERENCE_MS, "upload, act, download, command")),
@@ -263,8 +262,8 @@ class Runner:
         self._resumed = self.iteration
         if self._ranks.rank and self._resumed:
             for name, generator in self.registry.generators().items():
-                stream = name.removeprefix("random/")
-                generator.manual_seed(_stream_seed(self._config.algo.seed, stream, self._ranks.rank, self._resumed))
+                stream = name.removeprefix(PREFIX)
+                generator.manual_seed(stream_seed(self._config.algo.seed, stream, self._ranks.rank, self._resumed))
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage on the device; timed where there is a timeline."""
@@ -273,14 +272,14 @@ class Runner:
     def _build_learner(self) -> None:
         config, task, device = self._config, self._task, self._device
         algo = config.algo
-        torch.manual_seed(_stream_seed(algo.seed, "weights", self._ranks.rank))
+        torch.manual_seed(stream_seed(algo.seed, "weights", self._ranks.rank))
         widths = transition_widths(task.obs_dim, task.critic_dim, task.action_dim)
         self._amp = config.training.use_amp and device.type == "cuda"
-        self._environment = Environment(task, algo.num_envs, device, self._generator(STREAMS[0]), self.registry)
+        environment, exploration, update = map(self._generator, STREAMS)
+        self._environment = Environment(task, algo.num_envs, device, environment, self.registry)
         dims = (task.obs_dim, task.critic_dim, task.action_dim)
         self._learner = algo.build_learner(dims, device, self._amp, self.registry, self._ranks)
         self._replay = ReplayRing(algo.num_envs * algo.replay_buffer_n, widths, device, self.registry)
-        exploration, update = (self._generator(stream) for stream in STREAMS[1:])
         self._compiled, captured = _execution(algo.algo_params, device)
         self._captured = captured and (self._ranks.world_size == 1 or algo.algo_params.captures_collectives)
         groups = row_groups(algo.num_envs, config.env.physics_groups)
@@ -292,8 +291,7 @@ class Runner:
         )
         metrics, names = self._update_phase.metrics, self._update_phase.metric_names
         self._statistics = RankStatistics(metrics, names, self._ranks)
-        draws = self.registry.generators()
-        draws_of_acting = [draws["random/environment"], exploration]
+        draws_of_acting = [environment, exploration]
         self._run_act = [Phase(partial(self._act_phase.run, group), draws_of_acting) for group in range(len(groups))]
         self._run_update = Phase(self._learn, [update])
 
@@ -304,8 +302,8 @@ class Runner:
 
     def _generator(self, stream: str) -> torch.Generator:
         generator = torch.Generator(self._device)
-        generator.manual_seed(_stream_seed(self._config.algo.seed, stream, self._ranks.rank))
-        return self.registry.generator(f"random/{stream}", generator)
+        generator.manual_seed(stream_seed(self._config.algo.seed, stream, self._ranks.rank))
+        return self.registry.generator(f"{PREFIX}{stream}", generator)
 
     def _begin(self) -> None:
         """Tick 0's commands: reset every row and act once."""
@@ -443,10 +441,3 @@ def _execution(params: AlgoParams, device: torch.device) -> tuple[bool, bool]:
     """Whether to compile and whether to capture graphs: as asked for on CUDA, neither elsewhere."""
     on_cuda = device.type == "cuda"
     return params.use_compile and on_cuda, params.captures and on_cuda
-
-
-def _stream_seed(seed: int, stream: str, rank: int = 0, resumed: int = 0) -> int:
-    """A seed per (seed, rank, stream, iteration resumed from), so that no two streams of a run share numbers."""
-    text = f"{seed}/{rank}/{stream}" + (f"/{resumed}" if resumed else "")
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

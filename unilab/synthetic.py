@@ -15,6 +15,7 @@ from unilab.environment import Environment
 from unilab.phases import UpdatePhase, transition_widths
 from unilab.replay import ReplayRing
 from unilab.state import StateRegistry
+from unilab.streams import PREFIX
 
 SETTLING_CYCLES = 10  # AdamW's first steps are signs of gradients, and those of rounding too
 DONE_SHARE = 0.02
@@ -58,7 +59,7 @@ class SyntheticRank:
         self.update = Phase(self.phase.run, [generator])
 
     def _generator(self, stream: str) -> torch.Generator:
-        return self.registry.generator(f"random/{stream}", torch.Generator(self._device).manual_seed(self._seed))
+        return self.registry.generator(f"{PREFIX}{stream}", torch.Generator(self._device).manual_seed(self._seed))
 
 
 def update_errors(found: dict[str, Tensor], reference: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, float]:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from unilab.runner import Runner
     from unilab.terminal import TerminalView
     from unilab.trace import Trace
-    from unilab.transport import Transport
     from unilab.wandb_log import WandbLog
 
 
@@ -97,6 +96,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     from unilab.hardware import HostUnfit, device_count
     from unilab.rank import Place
     from unilab.ranks import plan_ranks
+    from unilab.requirements import require_packages, require_playback
     from unilab.resume import plan_resume
     from unilab.run_dir import RunDirectory, choose_run_dir
 
@@ -106,11 +106,11 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         ranks = plan_ranks(environment, devices, counted)
         if ranks.rank:
             return _follow(config, ranks)
-        _require_packages(config)
+        require_packages(config)
         place = Place.prepare(config, ranks)
         resume = plan_resume(config, place.task, place.device) if config.algo.resume else None
         path = resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
-        _check_playback(config)
+        require_playback(config)
         directory = RunDirectory(path)
         mirror = _mirror(config, directory)
     except HostUnfit as error:
@@ -126,48 +126,11 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         return _run(place, directory, argv, environment, command, resume, mirror)
 
 
-def _require_packages(config: RunConfig) -> None:
-    """Refuse a run that would miss a package only at its end.
-
-    Raises:
-        HostUnfit: naming it and what to type.
-    """
-    from unilab.export import missing_for_export
-    from unilab.hardware import HostUnfit
-    from unilab.wandb_log import missing_for_wandb
-
-    training = config.training
-    exports = training.export_onnx and not training.no_play
-    missing = (exports and missing_for_export()) or (training.logger == "wandb" and missing_for_wandb())
-    if missing:
-        raise HostUnfit(missing)
-
-
 def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
     """W&B where it was asked for."""
     from unilab.wandb_log import start_wandb
 
     return start_wandb(config, directory.path) if config.training.logger == "wandb" else None
-
-
-def _check_playback(config: RunConfig) -> None:
-    """Refuse now what would fail after hours of training.
-
-    Raises:
-        ValueError: if there will be no checkpoint to evaluate.
-        HostUnfit: if no video can be made here.
-    """
-    from unilab.hardware import HostUnfit
-    from unilab.video import VideoError, find_renderer
-
-    if config.training.no_play:
-        return
-    if config.algo.save_interval < 0:
-        raise ValueError("algo.save_interval=-1 leaves no policy to evaluate; add training.no_play=true to go without")
-    try:
-        find_renderer()
-    except VideoError as error:
-        raise HostUnfit(f"{error}; add training.no_play=true to go without") from None
 
 
 def _say_what_runs(place: Place, devices: int) -> None:
@@ -215,6 +178,7 @@ def _run(
     from unilab.event_log import Clock, EventLog
     from unilab.provenance import command_facts, redact
     from unilab.rank_processes import RankProcesses
+    from unilab.transport import transport_of_ranks
 
     began, config = time.monotonic(), place.config
     try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
@@ -239,7 +203,8 @@ def _run(
         with closing(log):
             directory.write_config(config)
             directory.write_command(command_facts(argv, environment) | origin)
-            transport = _choose_transport(place, environment)
+            on_cuda = place.device.type == "cuda"
+            transport = transport_of_ranks(place.ranks, on_cuda, config.training.nccl_transport, environment)
             os.environ.update(transport.variables)  # of the others too, which inherit them
             last_words = partial(_write_failure, write_end)
             with RankProcesses(command, entries, meeting, last_words) as others:
@@ -271,18 +236,6 @@ def _run(
     if mirror is not None:  # last: what it waits for is the network
         mirror.close(code)
     return code
-
-
-def _choose_transport(place: Place, environment: dict[str, str]) -> Transport:
-    """How NCCL carries data between the ranks that rank 0 starts."""
-    from unilab.transport import Transport, choose_transport
-
-    ranks = place.ranks
-    if ranks.world_size > 1 and place.device.type != "cuda":
-        return Transport({}, "none", (), "ranks on the CPU do not use NCCL")
-    if ranks.world_size > 1 and ranks.launched:
-        return Transport({}, "explicit", (), "left to the launcher's environment")
-    return choose_transport(ranks.entries, place.config.training.nccl_transport, environment)
 
 
 def _write_failure(write_end: Callable[[str, BaseException, float], None], message: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unilab.gpus import find_gpus
+from unilab.ranks import Ranks
 from unilab.trial import try_ranks
 
 # Transports, the fastest first, and the variables that choose them; NCCL itself falls back within what they allow.
@@ -97,6 +98,22 @@ def find_identity(entries: Sequence[str]) -> Identity | None:
     if driver is None or len(uuids) < len(entries) or not torch.distributed.is_nccl_available():
         return None
     return Identity(uuids, driver, ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def transport_of_ranks(ranks: Ranks, on_cuda: bool, setting: str, environment: Mapping[str, str]) -> Transport:
+    """How NCCL carries data between the ranks of a run, where rank 0 starts them.
+
+    Args:
+        ranks: the ranks.
+        on_cuda: whether they learn on GPUs.
+        setting: as for `choose_transport`.
+        environment: what ranks inherit.
+    """
+    if ranks.world_size > 1 and not on_cuda:
+        return Transport({}, "none", (), "ranks on the CPU do not use NCCL")
+    if ranks.world_size > 1 and ranks.launched:
+        return Transport({}, "explicit", (), "left to the launcher's environment")
+    return choose_transport(ranks.entries, setting, environment)
 
 
 def choose_transport(

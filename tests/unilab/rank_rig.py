@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from unilab.algorithm import AlgoConfig
 from unilab.environment import Environment
+from unilab.flash_sac.config import FlashSacConfig
 from unilab.phases import ActPhase, UpdatePhase, transition_widths
 from unilab.physics.spec import row_groups
 from unilab.replay import ReplayRing
 from unilab.sac.config import SacConfig, SacParams
 from unilab.sac.learner import SacLearner
 from unilab.state import StateRegistry
+from unilab.streams import PREFIX, STREAMS
 from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
 
 CPU = torch.device("cpu")
@@ -95,9 +97,9 @@ def build(
         config = settings(algo_params=SacParams(use_compile=compiled), **given)
     torch.manual_seed(seed)
     streams = []
-    for index, name in enumerate(("environment", "exploration", "update")):
+    for index, name in enumerate(STREAMS):
         generator = torch.Generator(device).manual_seed(10 * seed + index)
-        streams.append(registry.generator(f"random/{name}", generator))
+        streams.append(registry.generator(f"{PREFIX}{name}", generator))
     task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), config.num_envs, device, "reference")
     env = Environment(task, config.num_envs, device, streams[0], registry)
     learner = config.build_learner((task.obs_dim, task.critic_dim, task.action_dim), device, amp, registry)
@@ -116,6 +118,25 @@ def begun(seed: int = 3, ring: int = 64, **given: Any) -> Rig:
     rig.act.begin()
     rig.env.episodes.steps.zero_()
     return rig
+
+
+def flash_settings(**given: Any) -> FlashSacConfig:
+    small = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16}
+    return FlashSacConfig(**{**small, "num_envs": ENVS, "updates_per_step": 4, **given})
+
+
+def assert_registry_is_whole(rig: Rig, other: Rig, *apart: str) -> None:
+    """Another seed's rank goes on exactly like this one once it has its registry and rows; `apart` differs before."""
+    for _ in range(2):
+        rig.tick()
+        other.tick()
+    assert set(apart) <= set(differences(rig.registry.snapshot(), other.registry.snapshot()))
+    other.registry.restore(rig.registry.snapshot())
+    other.replay.rows.copy_(rig.replay.rows)
+    for _ in range(2):
+        rig.tick()
+        other.tick()
+    assert differences(rig.registry.snapshot(), other.registry.snapshot()) == []
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

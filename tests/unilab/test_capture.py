@@ -30,6 +30,7 @@ from unilab.names import EXIT_OK
 from unilab.sac import learner as learner_module
 from unilab.sac.config import SacParams
 from unilab.state import StateRegistry
+from unilab.streams import STREAMS, stream_seed
 from unilab.train import main
 
 CPU = torch.device("cpu")
@@ -222,9 +223,9 @@ class Run:
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """Trains in this process; four iterations of a small run, or as overridden."""
-    threads, losses = torch.get_num_threads(), []
+    losses: list[float] = []
     read = MetricReader.read
 
     def remember(self: MetricReader) -> tuple[dict[str, float], float]:
@@ -245,8 +246,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         manifest = json.loads((path / "manifest.json").read_text())
         return Run(manifest["learner"], checkpoint["state"], list(losses))
 
-    yield start
-    torch.set_num_threads(threads)
+    return start
 
 
 @pytest.mark.parametrize("inductor", [True, False])
@@ -290,7 +290,7 @@ def test_switches_reach_the_runner_and_change_nothing_else(
     assert [graph.replays for graph in cuda.graphs] == (
         [13, 4] if graph else []
     )  # ticks; the first updates in the 10th
-    seeds = {stream: runner_module._stream_seed(1, stream) for stream in ("environment", "exploration", "update")}
+    seeds = {stream: stream_seed(1, stream) for stream in STREAMS}
     assert drawn == [[seeds["environment"], seeds["exploration"]], [seeds["update"]]]
     if graph:
         registered = [[generator.initial_seed() for generator in graph.generators] for graph in cuda.graphs]
@@ -309,10 +309,11 @@ LEARNED = ("actor", "critic", "critic_target", "temperature")
 
 @pytest.fixture
 def compiling() -> Iterator[None]:
-    """Nothing compiled before counts, and nothing compiled here stays."""
+    """Nothing compiled before counts, and nothing compiled here stays; the C++ compiler does not optimise."""
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with torch._inductor.config.patch({"cpp.simdlen": 1, "aot_inductor.debug_compile": True}):
+        yield
     torch._dynamo.reset()
 
 

@@ -7,22 +7,16 @@ and the episode counters it starts with.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import mujoco
 import numpy as np
-import numpy.typing as npt
+import parity_rig
 import pytest
-import torch
+from parity_rig import CPU, ROBOTS_SIDE_BY_SIDE, Array, reference_model
 
-from unilab.environment import Environment
-from unilab.physics.mujoco_pool import MujocoPool
-from unilab.physics.spec import RESET, ROBOTS
-from unilab.state import StateRegistry
 from unilab.tasks.g1_walk_flat import G1WalkFlat, G1WalkFlatConfig, G1WalkFlatRewards
 
-Array = npt.NDArray[np.float64]
-ROBOTS_SIDE_BY_SIDE, STEPS = 8, 40
 LEG = [-0.312, 0, 0, 0.669, -0.363, 0]
 STAND = np.array([*LEG, *LEG, 0, 0, 0, 0.2, 0.2, 0, 0.6, 0, 0, 0, 0.2, -0.2, 0, 0.6, 0, 0, 0])
 POSE_WEIGHTS = np.array([0.01, 1, 5, 0.01, 5, 5] * 2 + [50] * 17)
@@ -125,86 +119,33 @@ class Curriculum:
             self.factor = min(max(self.factor, 0.0625), 0.125)
 
 
-def reference_model(profile: str) -> mujoco.MjModel:
-    model = mujoco.MjModel.from_xml_path(str(ROBOTS / "unitree_g1" / "scene_flat.xml"))
-    model.opt.timestep = 1 / 150
-    if profile == "exact":
-        model.opt.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
-        model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
-    return model
-
-
-class Comparison:
-    """Environment and pool on one side, eight reference robots on the other, step by step."""
-
+class Comparison(parity_rig.Comparison[ReferenceRobot]):
     def __init__(self, profile: str) -> None:
-        cpu = torch.device("cpu")
-        task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), ROBOTS_SIDE_BY_SIDE, cpu, profile)
-        self.env = Environment(task, ROBOTS_SIDE_BY_SIDE, cpu, torch.Generator().manual_seed(11), StateRegistry())
-        self.pool = MujocoPool(task.spec, ROBOTS_SIDE_BY_SIDE)
-        self.env.begin()
-        self.env.episodes.steps[:4] = torch.tensor([999, 990, 965, 0])
-        counters = self.env.episodes.steps.tolist()
-        self.robots = [ReferenceRobot(reference_model(profile), steps) for steps in counters]
+        task = G1WalkFlat(G1WalkFlatConfig(), G1WalkFlatRewards(), ROBOTS_SIDE_BY_SIDE, CPU, profile)
+        model = partial(reference_model, "unitree_g1/scene_flat.xml", 1 / 150, profile)
+        super().__init__(task, [999, 990, 965, 0], lambda steps: ReferenceRobot(model(), steps))
         self.curriculum = Curriculum()
-        self.worst = {"qpos": 0.0, "critic": 0.0, "reset critic": 0.0, "reward": 0.0}
-        self.seen = {"terminated": 0, "timeout": 0}
 
-    def restart(self) -> None:
-        for index, robot in enumerate(self.robots):
-            if self.env.codes[index] == RESET:
-                given = (self.env.reset_rows, self.env.command, self.env.phase)
-                first = robot.reset(*(value[index].double().numpy() for value in given))
-                self.note("reset critic", self.env.critic[index], first)
-
-    def step(self, action: torch.Tensor) -> None:
-        env = self.env
-        env.control(action)
-        self.pool.apply(env.ctrl.numpy(), env.codes.numpy(), env.reset_rows.numpy())
-        self.pool.step()
-        self.pool.pack(env.fields.numpy())
-        for index, robot in enumerate(self.robots):
-            robot.act(action[index].double().numpy(), env.ctrl[index].double().numpy())
-        env.draw()
-        env.complete()
-        env.summarize()
-        self.compare()
-        env.restart(env.finished)
-        for robot, code in zip(self.robots, env.codes.tolist(), strict=True):
-            robot.steps = 0 if code == RESET else robot.steps
+    def reset(self, index: int) -> Array:
+        given = (self.env.reset_rows, self.env.command, self.env.phase)
+        return self.robots[index].reset(*(value[index].double().numpy() for value in given))
 
     def compare(self) -> None:
-        env = self.env
-        lengths = []
+        env, lengths = self.env, []
         for index, robot in enumerate(self.robots):
             self.note("qpos", env.fields[index, :36], robot.data.qpos)
             self.note("critic", env.next_critic[index], robot.critic())
             self.note("reward", env.reward[index], robot.reward(self.curriculum.factor))
-            flags = (robot.terminated(), robot.truncated())
-            assert (bool(env.terminated[index]), bool(env.truncated[index])) == flags
-            assert bool(env.timeout[index]) == (flags == (False, True))
-            assert bool(env.finished[index]) == any(flags)
-            self.seen["terminated"] += flags[0]
-            self.seen["timeout"] += flags == (False, True)
-            lengths += [robot.steps] if any(flags) else []
-        assert env.valid.all()
+            self.compare_ends(index, robot.terminated(), robot.truncated())
+            lengths += [robot.steps] if robot.terminated() or robot.truncated() else []
         self.curriculum.update(lengths)
         assert env.episodes.penalty_scale.item() == pytest.approx(self.curriculum.factor, rel=1e-6)
-
-    def note(self, what: str, found: torch.Tensor, expected: Any) -> None:
-        self.worst[what] = max(self.worst[what], float(np.abs(found.double().numpy() - expected).max()))
 
 
 @pytest.mark.parametrize("profile", ["reference", "exact"])
 def test_control_steps_match_an_independent_computation(profile: str) -> None:
     comparison = Comparison(profile)
-    noise = torch.Generator().manual_seed(2)
-    amplitude = torch.tensor([0.3, 0.3, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5]).unsqueeze(1)
-    for _ in range(STEPS):
-        comparison.restart()
-        comparison.step((torch.rand(ROBOTS_SIDE_BY_SIDE, 29, generator=noise) * 2 - 1) * amplitude)
-    assert comparison.seen["terminated"] >= 2
-    assert comparison.seen["timeout"] >= 2
+    comparison.run(40, [0.3, 0.3, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])
     assert comparison.worst["qpos"] < 2.5e-7  # float32 of angles below 4 rad
     assert comparison.worst["critic"] < 5e-6  # the gait phase adds up 40 roundings
     assert comparison.worst["reset critic"] < 5e-7

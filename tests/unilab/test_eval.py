@@ -20,7 +20,7 @@ from unilab.actor_semantics import ENTRY, describe_actor
 from unilab.checkpoint import load_run
 from unilab.config import RunConfig, load_config
 from unilab.sac.networks import Actor
-from unilab.video import Recording, VideoError, find_renderer
+from unilab.video import Recording, VideoError
 
 SHORT = ("training.play_steps=3", "training.play_env_num=2", "training.export_onnx=false")
 ROUTE = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
@@ -45,14 +45,6 @@ def evaluate(run: Path, *arguments: str) -> int:
 
 def names(run: Path) -> set[str]:
     return {path.name for path in run.iterdir()} - {"config.json"}
-
-
-@pytest.fixture(scope="module")
-def renderer() -> str:
-    try:
-        return find_renderer()
-    except VideoError as error:
-        pytest.skip(str(error))
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from unilab import eval as evaluation
-from unilab import export, train
+from unilab import export, requirements, train
 from unilab.checkpoint import Checkpoint
 from unilab.config import RunConfig, load_config
 from unilab.environment import Environment
@@ -324,7 +324,7 @@ def test_a_host_without_the_packages_does_not_begin_to_train(
 @pytest.mark.parametrize("override", ["training.export_onnx=false", "training.no_play=true"])
 def test_who_wants_no_policy_needs_no_package(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     monkeypatch.setattr(export, "find_spec", lambda name: None)
-    train._require_packages(load_config("sac", "g1_walk_flat", "mujoco", [override]))
+    requirements.require_packages(load_config("sac", "g1_walk_flat", "mujoco", [override]))
 
 
 @pytest.mark.parametrize(

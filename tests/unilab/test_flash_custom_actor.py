@@ -7,14 +7,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import own_actors
 import pytest
 import torch
-from rank_rig import ENVS, Rig, build, differences
+from rank_rig import assert_registry_is_whole, begun, differences, flash_settings
 
 from unilab import bench, train
 from unilab import eval as evaluation
@@ -39,15 +38,6 @@ SMALL = [
 ]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices gain nothing from threads; commands set their own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def own(name: str = "Plain", **kwargs: Any) -> dict[str, Any]:
@@ -147,41 +137,23 @@ def test_every_command_refuses_alike_before_anything_begins(
     assert message in captured.err and KEY in captured.err and captured.err.count("\n") == 1
 
 
-def settings(name: str, **given: Any) -> FlashSacConfig:
-    sizes = {"critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": ENVS, "updates_per_step": 4}
-    return FlashSacConfig(**{**sizes, **given}, algo_params=FlashSacParams(actor_config=own(name)))
-
-
-def begun(name: str, seed: int = 3) -> Rig:
-    rig = build(seed, config=settings(name))
-    rig.act.begin()
-    rig.env.episodes.steps.zero_()
-    return rig
+def settings(name: str, **kwargs: Any) -> FlashSacConfig:
+    return flash_settings(algo_params=FlashSacParams(actor_config=own(name, **kwargs)))
 
 
 @pytest.mark.parametrize("name", ["Plain", "Normalised"])
 def test_it_learns_within_the_phases_and_its_state_is_registered(name: str) -> None:
-    """Another seed's rank goes on like this one once it has its state: nothing is outside of the registry."""
-    rig, other = begun(name, 3), begun(name, 4)
+    rig, other = (begun(seed, config=settings(name)) for seed in (3, 4))
     start = rig.registry.snapshot()
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    assert {"actor/parameters", "critic/parameters", "temperature/parameters"} <= set(
-        differences(rig.registry.snapshot(), start)
-    )
-    other.registry.restore(rig.registry.snapshot())
-    other.replay.rows.copy_(rig.replay.rows)
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    assert differences(rig.registry.snapshot(), other.registry.snapshot()) == []
+    assert_registry_is_whole(rig, other, "actor/parameters")
+    moved = differences(rig.registry.snapshot(), start)
+    assert {"actor/parameters", "critic/parameters", "temperature/parameters"} <= set(moved)
     assert rig.registry.snapshot()["learner/Train/skipped_updates"] == 0
 
 
 def test_running_statistics_survive_rows_that_are_not_finite() -> None:
     """A batch norm of torch's would keep the NaN, and the actor would never act again."""
-    rig = begun("Normalised")
+    rig = begun(config=settings("Normalised"))
     for _ in range(2):
         rig.tick()
     rows = rig.replay.rows.clone()
@@ -196,7 +168,7 @@ def test_running_statistics_survive_rows_that_are_not_finite() -> None:
 
 
 def test_layers_of_flashsac_keep_their_norms_and_others_are_free() -> None:
-    rig = begun("Normalised")
+    rig = begun(config=settings("Normalised"))
     network = rig.learner.actor.network
     before = network.log_std.weight.detach().norm(dim=-1)
     running = network.norm.running_mean.clone()
@@ -211,12 +183,8 @@ def test_layers_of_flashsac_keep_their_norms_and_others_are_free() -> None:
 def test_the_built_in_actor_as_ones_own_learns_alike() -> None:
     """The same network through the other door: only the names of its buffers differ."""
     states = []
-    for given in (None, own("builtin", hidden=8, blocks=2)):
-        params = FlashSacParams(actor_config=given)
-        small = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": ENVS}
-        rig = build(3, config=FlashSacConfig(**small, updates_per_step=4, algo_params=params))
-        rig.act.begin()
-        rig.env.episodes.steps.zero_()
+    for config in (flash_settings(), settings("builtin", hidden=8, blocks=2)):
+        rig = begun(config=config)
         for _ in range(2):
             rig.tick()
         states.append({name.replace("network.", ""): value for name, value in rig.registry.snapshot().items()})
@@ -228,8 +196,9 @@ def test_the_compiler_takes_it_as_one_graph() -> None:
     """Without Inductor, whose code is a GPU's matter: traced forward and backward do what eager code does."""
     torch._dynamo.reset()
     states = []
+    params = FlashSacParams(actor_config=own("Normalised"), critic_num_blocks=1)
     for traced in (False, True):
-        rig = begun("Normalised")
+        rig = begun(config=flash_settings(algo_params=params, updates_per_step=2))
         if traced:
             for name, function in (("_actor_objective", "_judge_actor"), ("_next_action", "_sample")):
                 given = getattr(rig.learner, function)
@@ -334,7 +303,8 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_as_one_with_an_actor_of_ones_own(tmp_path: Path) -> None:
+def test_two_ranks_learn_as_one_and_keep_their_statistics(tmp_path: Path) -> None:
+    """The correctness probe over gloo, with rows and first weights of each rank's own."""
     output, override = tmp_path / "found.json", f"{KEY}={{builder:own_actors:Normalised}}"
     command = [sys.executable, "-m", "unilab.probes", "correctness", "--smoke", "--algo", "flashsac", override]
     path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -348,5 +318,11 @@ def test_two_ranks_learn_as_one_with_an_actor_of_ones_own(tmp_path: Path) -> Non
     found = json.loads(output.read_text())
     checks = {check["name"]: check for check in found["checks"]}
     assert (ended.returncode, [check for check in found["checks"] if not check["passed"]]) == (0, [])
-    assert "actor.network.norm.running_mean" in checks["rank_local_buffers"]["detail"]
-    assert found["settings"]["overrides"] == [override]
+    wanted = "after 5 cycles: critic 40 of 40, temperature 20 of 20, actor 20 of 20"
+    assert checks["optimizer_step_counts"]["detail"] == wanted
+    assert checks["collectives_per_cycle"]["detail"].startswith("12 gradient all-reduces")
+    local = checks["rank_local_buffers"]["detail"]
+    for name in ("actor.network.trunk.norm", "actor.network.norm", "critic_target.trunk.blocks.1.down_norm"):
+        assert f"{name}.running_mean" in local
+    assert checks["gradient_of_joined_batch"]["required"] is False
+    assert found["settings"] == {"algo": "flashsac", "compile_loss": False, "overrides": [override]}

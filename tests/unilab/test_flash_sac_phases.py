@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-import torch
-from rank_rig import ENVS, Rig, build, differences
+from rank_rig import ENVS, assert_registry_is_whole, begun, build, differences, flash_settings
 from test_phases import no_host_sync
-
-from unilab.flash_sac.config import FlashSacConfig
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices gain nothing from threads, least of all where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def config(**given: Any) -> FlashSacConfig:
-    sizes = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": ENVS}
-    return FlashSacConfig(**{"updates_per_step": 4, **sizes, **given})
-
-
-def begun(seed: int = 3, **given: Any) -> Rig:
-    options = {name: given.pop(name) for name in ("device", "compiled", "amp", "groups") if name in given}
-    rig = build(seed, config=config(**given), **options)
-    rig.act.begin()
-    rig.env.episodes.steps.zero_()
-    return rig
 
 
 def test_no_phase_reads_on_the_host() -> None:
-    rig = build(config=config())
+    rig = build(config=flash_settings())
     with no_host_sync():
         rig.act.begin()
     for falling, broken in (([], []), ([1, 2], [3])):
@@ -48,7 +20,7 @@ def test_no_phase_reads_on_the_host() -> None:
 
 
 def test_every_registered_tensor_keeps_its_address() -> None:
-    rig = build(config=config())
+    rig = build(config=flash_settings())
     modules = rig.learner.modules().items()
     watched = {**rig.registry.tensors, **rig.learner.report()}
     watched |= {f"{n}.{path}": p for n, net in modules for path, p in (*net.named_parameters(), *net.named_buffers())}
@@ -61,25 +33,16 @@ def test_every_registered_tensor_keeps_its_address() -> None:
 
 
 def test_the_registry_is_the_whole_state() -> None:
-    """Running statistics, schedules, held noise and reward scale too: another seed's rank goes on like this one."""
-    rig, other = begun(seed=3), begun(seed=4)
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    names = set(differences(rig.registry.snapshot(), other.registry.snapshot()))
-    assert {"critic/trunk.norm.running_mean", "exploration/held", "reward_scale/returns", "actor/parameters"} <= names
-    other.registry.restore(rig.registry.snapshot())
-    other.replay.rows.copy_(rig.replay.rows)
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    assert differences(rig.registry.snapshot(), other.registry.snapshot()) == []
+    """Running statistics, schedules, held noise and reward scale too."""
+    rig, other = (begun(seed, config=flash_settings()) for seed in (3, 4))
+    apart = ("critic/trunk.norm.running_mean", "exploration/held", "reward_scale/returns", "actor/parameters")
+    assert_registry_is_whole(rig, other, *apart)
 
 
 def test_the_number_of_groups_changes_nothing() -> None:
     states = []
     for groups in (1, 2):
-        rig = begun(groups=groups, num_envs=40)
+        rig = begun(groups=groups, config=flash_settings(num_envs=40))
         for number in range(4):
             rig.answer([number, 33], [2 * number, 39 - number])
             rig.turns()
@@ -89,7 +52,7 @@ def test_the_number_of_groups_changes_nothing() -> None:
 
 
 def test_every_tick_is_seen_by_the_reward_scale_once_and_broken_rows_are_not() -> None:
-    rig = begun()
+    rig = begun(config=flash_settings())
     for _ in range(3):
         rig.answer([0], [1, 2])
         rig.turns()
@@ -102,7 +65,7 @@ def test_every_tick_is_seen_by_the_reward_scale_once_and_broken_rows_are_not() -
 
 @pytest.mark.parametrize(("updates", "frequency", "actor"), [(8, 2, 4), (3, 2, 2), (1, 2, 1)])
 def test_updates_per_cycle(updates: int, frequency: int, actor: int) -> None:
-    rig = begun(updates_per_step=updates, policy_frequency=frequency)
+    rig = begun(config=flash_settings(updates_per_step=updates, policy_frequency=frequency))
     for _ in range(2):
         rig.tick()
     state = rig.registry.snapshot()

@@ -26,17 +26,6 @@ def task() -> G1WalkFlat:
     return build(1)
 
 
-@pytest.fixture(scope="module")
-def uniforms(task: G1WalkFlat) -> Tensor:
-    return torch.rand(N, task.uniform_width, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module")
-def resets(task: G1WalkFlat, uniforms: Tensor) -> dict[str, Tensor]:
-    rows = task.reset_rows(uniforms)
-    return {name: rows[:, columns] for name, columns in task.spec.reset_columns.items()}
-
-
 def still(task: G1WalkFlat) -> dict[str, Tensor]:
     """Fields of one robot at rest, upright, in the default pose."""
     return {name: value.clone() for name, value in task.fields(task.idle_row.unsqueeze(0)).items()}

@@ -24,17 +24,6 @@ def task() -> Go2JoystickFlat:
     return Go2JoystickFlat(Go2JoystickFlatConfig(), Go2JoystickFlatRewards(), 1, CPU, "reference")
 
 
-@pytest.fixture(scope="module")
-def uniforms(task: Go2JoystickFlat) -> Tensor:
-    return torch.rand(N, task.uniform_width, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module")
-def resets(task: Go2JoystickFlat, uniforms: Tensor) -> dict[str, Tensor]:
-    rows = task.reset_rows(uniforms)
-    return {name: rows[:, columns] for name, columns in task.spec.reset_columns.items()}
-
-
 def still(task: Go2JoystickFlat) -> dict[str, Tensor]:
     """Fields of one robot at rest, upright, in the default pose, feet at 0 m and in the air."""
     return {name: value.clone() for name, value in task.fields(task.idle_row.unsqueeze(0)).items()}

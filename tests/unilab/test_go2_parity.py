@@ -6,22 +6,15 @@ actions and the episode counters it starts with. Observation noise is off; pushe
 
 from __future__ import annotations
 
-from typing import Any
-
 import mujoco
 import numpy as np
-import numpy.typing as npt
+import parity_rig
 import pytest
-import torch
+from parity_rig import CPU, ROBOTS_SIDE_BY_SIDE, Array, reference_model
 
-from unilab.environment import Environment
-from unilab.physics.mujoco_pool import MujocoPool
-from unilab.physics.spec import RESET, ROBOTS
-from unilab.state import StateRegistry
 from unilab.tasks.go2_joystick_flat import Go2JoystickFlat, Go2JoystickFlatConfig, Go2JoystickFlatRewards
 
-Array = npt.NDArray[np.float64]
-ROBOTS_SIDE_BY_SIDE, STEPS, PUSH_EVERY = 8, 60, 20
+PUSH_EVERY = 20  # control steps
 HOME = np.array([0, 0.8, -1.5, 0, 0.8, -1.5, 0, 1.0, -1.5, 0, 1.0, -1.5])
 CTRL_OF_JOINT = [3, 4, 5, 0, 1, 2, 9, 10, 11, 6, 7, 8]
 LEGS = ("FL", "FR", "RL", "RR")
@@ -32,11 +25,7 @@ class ReferenceRobot:
     """One robot, stepped by mj_step, and the task's arithmetic for it."""
 
     def __init__(self, profile: str, steps: int) -> None:
-        self.model = mujoco.MjModel.from_xml_path(str(ROBOTS / "unitree_go2" / "scene_flat.xml"))
-        self.model.opt.timestep = 0.01
-        if profile == "exact":
-            self.model.opt.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
-            self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
+        self.model = reference_model("unitree_go2/scene_flat.xml", 0.01, profile)
         self.data, self.fresh = mujoco.MjData(self.model), mujoco.MjData(self.model)
         self.steps, self.command = steps, np.zeros(3)
         self.action, self.previous = np.zeros(12), np.zeros(12)
@@ -92,82 +81,41 @@ class ReferenceRobot:
         return bool(np.arccos(np.clip(up[2], -1, 1)) > 1.0471975512)
 
 
-class Comparison:
-    """Environment and pool on one side, eight reference robots on the other, step by step."""
-
+class Comparison(parity_rig.Comparison[ReferenceRobot]):
     def __init__(self, profile: str) -> None:
-        cpu = torch.device("cpu")
         config = Go2JoystickFlatConfig(
             observation_noise={"joint_pos": 0.0, "joint_vel": 0.0}, push_interval_seconds=0.02 * PUSH_EVERY
         )
-        task = Go2JoystickFlat(config, Go2JoystickFlatRewards(), ROBOTS_SIDE_BY_SIDE, cpu, profile)
-        self.env = Environment(task, ROBOTS_SIDE_BY_SIDE, cpu, torch.Generator().manual_seed(11), StateRegistry())
-        self.pool = MujocoPool(task.spec, ROBOTS_SIDE_BY_SIDE)
-        self.env.begin()
-        self.env.episodes.steps[:4] = torch.tensor([999, 980, 965, 0])
-        self.robots = [ReferenceRobot(profile, steps) for steps in self.env.episodes.steps.tolist()]
+        task = Go2JoystickFlat(config, Go2JoystickFlatRewards(), ROBOTS_SIDE_BY_SIDE, CPU, profile)
+        super().__init__(task, [999, 980, 965, 0], lambda steps: ReferenceRobot(profile, steps))
         self.clock, self.ticks = np.float32(0), 0
-        self.worst = {"qpos": 0.0, "critic": 0.0, "reset critic": 0.0, "reward": 0.0}
-        self.seen = {"terminated": 0, "timeout": 0}
 
     @property
     def phases(self) -> Array:
         """Float32 as the text says: 15 steps of 0.04 are at the bound of 0.6, where roundings decide."""
         return (self.clock + OFFSETS.astype(np.float32)) % np.float32(1)
 
-    def restart(self) -> None:
-        for index, robot in enumerate(self.robots):
-            if self.env.codes[index] == RESET:
-                row, command = (value[index].double().numpy() for value in (self.env.reset_rows, self.env.command))
-                self.note("reset critic", self.env.critic[index], robot.reset(row, command, self.phases))
-
-    def step(self, action: torch.Tensor) -> None:
-        env = self.env
-        env.control(action)
-        self.pool.apply(env.ctrl.numpy(), env.codes.numpy(), env.reset_rows.numpy())
-        self.pool.step()
-        self.pool.pack(env.fields.numpy())
-        for index, robot in enumerate(self.robots):
-            robot.act(action[index].double().numpy(), env.ctrl[index].double().numpy())
-        self.clock, self.ticks = (self.clock + np.float32(0.04)) % np.float32(1), self.ticks + 1
-        env.draw()
-        env.complete()
-        env.summarize()
-        self.compare()
-        env.restart(env.finished)
-        for robot, code in zip(self.robots, env.codes.tolist(), strict=True):
-            robot.steps = 0 if code == RESET else robot.steps
+    def reset(self, index: int) -> Array:
+        row, command = (value[index].double().numpy() for value in (self.env.reset_rows, self.env.command))
+        return self.robots[index].reset(row, command, self.phases)
 
     def compare(self) -> None:
+        self.clock, self.ticks = (self.clock + np.float32(0.04)) % np.float32(1), self.ticks + 1
         env, pushed = self.env, self.ticks % PUSH_EVERY == 0
         kicks = (2 * env.uniforms[:, env.task.uniform_columns["push"]].double().numpy() - 1) * [1, 1, 0.5]
         for index, robot in enumerate(self.robots):
             self.note("qpos", env.fields[index, :19], robot.data.qpos)
             self.note("reward", env.reward[index], robot.reward(self.phases))
-            flags = (robot.terminated(), robot.steps >= 1000)
-            assert (bool(env.terminated[index]), bool(env.truncated[index])) == flags
-            assert bool(env.timeout[index]) == (flags == (False, True))
-            self.seen["terminated"] += flags[0]
-            self.seen["timeout"] += flags == (False, True)
+            self.compare_ends(index, robot.terminated(), robot.steps >= 1000)
             if pushed:
                 robot.data.qvel[:3] += kicks[index]
             self.note("critic", env.next_critic[index], robot.observation(self.phases, up_to_date=pushed))
-        assert env.valid.all()
-
-    def note(self, what: str, found: torch.Tensor, expected: Any) -> None:
-        self.worst[what] = max(self.worst[what], float(np.abs(found.double().numpy() - expected).max()))
 
 
 @pytest.mark.parametrize("profile", ["reference", "exact"])
 def test_control_steps_match_an_independent_computation(profile: str) -> None:
     comparison = Comparison(profile)
-    noise = torch.Generator().manual_seed(2)
-    amplitude = torch.tensor([0.3, 0.3, 1.0, 1.0, 1.0, 3.0, 6.0, 6.0]).unsqueeze(1)
-    for _ in range(STEPS):
-        comparison.restart()
-        comparison.step((torch.rand(ROBOTS_SIDE_BY_SIDE, 12, generator=noise) * 2 - 1) * amplitude)
-    assert comparison.seen["terminated"] >= 2
-    assert comparison.seen["timeout"] >= 2
+    comparison.run(60, [0.3, 0.3, 1.0, 1.0, 1.0, 3.0, 6.0, 6.0])
     assert comparison.worst["qpos"] < 2.5e-7  # float32 of angles below 4 rad
     assert comparison.worst["critic"] < 4e-6  # float32 of joint velocities up to 30 rad/s
     assert comparison.worst["reset critic"] < 5e-7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ SMALL = [
 ]
 SMOKE = ["learner", "training.smoke=true", *SMALL]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_smoke_measures_the_eager_cycle_and_says_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

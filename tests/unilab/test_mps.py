@@ -167,12 +167,9 @@ def test_a_run_on_mps_is_eager_and_hands_other_threads_plain_numbers(
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    before, count = {thread.name for thread in threading.enumerate()}, torch.get_num_threads()
-    try:
-        with OnTheCpu() as mode:
-            code = main([*NAMES, *SMALL, f"training.log_dir={tmp_path / 'run'}"])
-    finally:
-        torch.set_num_threads(count)
+    before = {thread.name for thread in threading.enumerate()}
+    with OnTheCpu() as mode:
+        code = main([*NAMES, *SMALL, f"training.log_dir={tmp_path / 'run'}"])
     assert code == 0, capfd.readouterr().err
     assert mode.doubles == set()
     manifest = (tmp_path / "run" / "manifest.json").read_text()

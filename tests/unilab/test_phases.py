@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import ENVS, WIDTHS, begun, build, differences, settings
+from rank_rig import ENVS, WIDTHS, assert_registry_is_whole, begun, build, differences, settings
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,18 +202,7 @@ def test_running_again_from_a_snapshot_is_bit_equal(ring: int, ticks: int) -> No
 
 
 def test_the_registry_is_the_whole_state() -> None:
-    """A rank built from another seed goes on exactly like this one, once it has its registry and rows."""
-    rig, other = begun(seed=3), begun(seed=4)
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    assert "critic/parameters" in differences(rig.registry.snapshot(), other.registry.snapshot())
-    other.registry.restore(rig.registry.snapshot())
-    other.replay.rows.copy_(rig.replay.rows)
-    for _ in range(2):
-        rig.tick()
-        other.tick()
-    assert differences(rig.registry.snapshot(), other.registry.snapshot()) == []
+    assert_registry_is_whole(begun(seed=3), begun(seed=4), "critic/parameters")
 
 
 def test_the_seed_decides_everything() -> None:

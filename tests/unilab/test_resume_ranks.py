@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from test_train import NAMES, SMALL, Run
 from test_train_ranks import environment
 
 from unilab.checkpoint import load_checkpoint
-from unilab.runner import STREAMS, _stream_seed
+from unilab.streams import STREAMS, stream_seed
 from unilab.train import main
 
 RANK_PROGRAM = Path(__file__).resolve().parent / "rank_program.py"
@@ -22,13 +21,11 @@ FLASH = ["--algo", "flashsac", *NAMES[2:], *SMALL, "algo.learning_starts=4", "al
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank with FlashSAC, which has more state than SAC, in `run`."""
-    folder, threads = tmp_path_factory.mktemp("ranks"), torch.get_num_threads()
-    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("ranks")
     assert main([*FLASH, "algo.max_iterations=4", f"training.log_dir={folder / 'run'}"]) == 0
-    yield folder
-    torch.set_num_threads(threads)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,7 @@ def test_streams_neither_repeat_nor_meet(folder: Path, seen: list[dict[str, Any]
         name = f"random/{stream}"
         assert torch.equal(seen[0]["start"][name], saved[name])
         generator = torch.Generator()
-        assert torch.equal(seen[1]["start"][name], generator.manual_seed(_stream_seed(1, stream, 1, 4)).get_state())
+        assert torch.equal(seen[1]["start"][name], generator.manual_seed(stream_seed(1, stream, 1, 4)).get_state())
         for state in (seen[0]["start"][name], seen[1]["start"][name], seen[1]["fresh"][name]):
             generator.set_state(state)
             draws.append(tuple(torch.rand(4, generator=generator).tolist()))
@@ -69,7 +66,7 @@ def test_streams_neither_repeat_nor_meet(folder: Path, seen: list[dict[str, Any]
 
 
 def test_seeds_of_ranks_streams_and_places_differ() -> None:
-    seeds = [_stream_seed(1, stream, rank, at) for stream in STREAMS for rank in range(3) for at in (0, 4, 5)]
+    seeds = [stream_seed(1, stream, rank, at) for stream in STREAMS for rank in range(3) for at in (0, 4, 5)]
     assert len(set(seeds)) == len(seeds)
 
 

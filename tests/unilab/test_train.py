@@ -32,7 +32,6 @@ from unilab.run_dir import RunDirectory
 from unilab.runner import Runner
 from unilab.scripts import train_sac
 from unilab.train import main
-from unilab.video import VideoError, find_renderer
 
 NAMES = ["--algo", "sac", "--task", "g1_walk_flat", "--sim", "mujoco"]
 SMALL = [
@@ -101,14 +100,13 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def _private_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working folder; threads and handlers of this process as they were."""
+    """An empty working folder; handlers of this process as they were."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-    threads, children = torch.get_num_threads(), psutil.Process().children()
+    children = psutil.Process().children()
     yield
-    torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGTERM) == handlers[1]
     signal.signal(signal.SIGINT, handlers[0])
     assert psutil.Process().children() == children
@@ -127,9 +125,9 @@ def train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ru
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One completed run on one physics thread, from a folder nobody can write to and under a renderer nobody has."""
-    path, home, threads = tmp_path_factory.mktemp("train") / "deep" / "run", Path.cwd(), torch.get_num_threads()
+    path, home = tmp_path_factory.mktemp("train") / "deep" / "run", Path.cwd()
     os.environ["MUJOCO_GL"] = "nonsense"
     os.chdir("/proc")
     try:
@@ -137,8 +135,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     finally:
         os.chdir(home)
         os.environ.pop("MUJOCO_GL", None)
-        torch.set_num_threads(threads)
-    yield Run(path, code)
+    return Run(path, code)
 
 
 def at_iteration(monkeypatch: pytest.MonkeyPatch, iteration: int, act: Callable[[Runner], object]) -> None:
@@ -321,14 +318,6 @@ def test_no_checkpoint_and_no_events_when_none_are_wanted(train: Callable[..., R
 
 
 # --- evaluation and video afterwards ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def renderer() -> str:
-    try:
-        return find_renderer()
-    except VideoError as error:
-        pytest.skip(str(error))
 
 
 def test_a_run_is_evaluated_and_recorded_before_its_end_is_written(train: Callable[..., Run], renderer: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import Rig, begun, differences, settings
+from rank_rig import Rig, begun, differences, flash_settings, settings
 from test_checkpoint import Hostile
 from test_train import FILES, NAMES, SMALL, Run
 
@@ -32,27 +32,12 @@ from unilab.optim import WarmupCosine
 from unilab.run_dir import RunDirectory
 from unilab.train import main
 
-FLASH = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": 8}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small matrices gain nothing from threads, least of all where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 def train(*overrides: str, algo: str = "sac") -> Run:
     """The train command in this process; its directory is the one it names."""
     out, err = io.StringIO(), io.StringIO()
-    threads = torch.get_num_threads()
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            code = main(["--algo", algo, *NAMES[2:], *SMALL, *overrides])
-    finally:
-        torch.set_num_threads(threads)
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["--algo", algo, *NAMES[2:], *SMALL, *overrides])
     named = [line for line in out.getvalue().splitlines() if line.startswith("run directory ")]
     path = Path(named[0].removeprefix("run directory ")) if named else Path()
     return Run(path, code, out.getvalue(), err.getvalue())
@@ -63,7 +48,7 @@ def train(*overrides: str, algo: str = "sac") -> Run:
 
 def flash() -> FlashSacConfig:
     params = FlashSacParams(learning_rate_init=1e-5, learning_rate_warmup_steps=20, learning_rate_decay_steps=40)
-    return FlashSacConfig(**FLASH, updates_per_step=4, algo_params=params)
+    return flash_settings(algo_params=params)
 
 
 def resumed(straight: Rig, folder: Path, algo: AlgoConfig, kept: Callable[[str], bool]) -> Rig:

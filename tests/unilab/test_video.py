@@ -34,14 +34,6 @@ def read(path: Path) -> list[Image]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-@pytest.fixture(scope="module")
-def renderer() -> str:
-    try:
-        return find_renderer()
-    except VideoError as error:
-        pytest.skip(str(error))
-
-
 # --- recordings ------------------------------------------------------------------------------------------------------
 
 

@@ -34,29 +34,10 @@ MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 host unfit, 130 interrupted."""
     arguments = _parser().parse_intermixed_args(argv)
-    began = time.monotonic()
+    began, backend = time.monotonic(), "gloo" if arguments.smoke else "nccl"
     try:
         entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
-        if arguments.probe != "correctness" and arguments.world_size == 1:
-            raise ValueError(f"{arguments.probe} is about data between ranks; --world-size must be at least 2")
-        if arguments.probe == "nccl-capture" and arguments.smoke:
-            raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
-        if arguments.compile_loss and arguments.smoke:
-            raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
-        if arguments.algo not in ALGORITHMS:
-            raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
-        if arguments.probe != "correctness" and (arguments.algo != DEFAULT_ALGO or arguments.overrides):
-            raise ValueError(f"{arguments.probe} looks at no learner; leave --algo and settings out")
-        if arguments.smoke and arguments.world_size > MOST_ON_CPU:
-            raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
-        if arguments.output is not None and arguments.output.is_dir():
-            raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
-        if arguments.output is not None and not arguments.output.parent.is_dir():
-            raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
-        if arguments.probe == "correctness":
-            from unilab.probes.correctness_rank import configure
-
-            configure(0, "gloo" if arguments.smoke else "nccl", arguments.algo, arguments.overrides)
+        _check(arguments, backend)
     except LookupError as error:
         return _refuse(error.args[0], EXIT_HOST_UNFIT)
     except ValueError as error:
@@ -64,11 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transport = Transport({}, "none", (), "gloo")
     if not arguments.smoke:
         transport = choose_transport(entries, AUTO, os.environ)
-    backend = "gloo" if arguments.smoke else "nccl"
-    environment = {**os.environ, **transport.variables}
-    overrides = tuple(arguments.overrides)
+    environment, overrides = {**os.environ, **transport.variables}, tuple(arguments.overrides)
     setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo, overrides)
-    learner = {"algo": arguments.algo, "overrides": list(overrides)} if arguments.probe == "correctness" else {}
     run: Probe = import_module(PROBES[arguments.probe]).run
     try:
         checks, measurements = run(setting)
@@ -82,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices=_device_names(len(entries), arguments.smoke),
         versions=_versions(entries, arguments.smoke),
         transport=transport.name,
-        settings={"compile_loss": arguments.compile_loss, **learner},
+        settings=_settings(arguments),
         seconds=time.monotonic() - began,
         checks=tuple(checks),
         measurements=tuple(measurements),
@@ -93,6 +71,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         arguments.output.write_text(text)
     return EXIT_OK if found.passed else EXIT_FAILED
+
+
+def _check(arguments: argparse.Namespace, backend: str) -> None:
+    """Refuse a command line that asks for nothing that can be probed; settings of a learner are tried.
+
+    Raises:
+        ValueError: one line.
+    """
+    if arguments.probe != "correctness" and arguments.world_size == 1:
+        raise ValueError(f"{arguments.probe} is about data between ranks; --world-size must be at least 2")
+    if arguments.probe == "nccl-capture" and arguments.smoke:
+        raise ValueError("nccl-capture is about graphs on GPUs; there is nothing of it to see with --smoke")
+    if arguments.compile_loss and arguments.smoke:
+        raise ValueError("--compile-loss compiles on GPUs alone; leave it out with --smoke")
+    if arguments.algo not in ALGORITHMS:
+        raise ValueError(f"--algo {arguments.algo}: there is {', '.join(ALGORITHMS)}")
+    if arguments.probe != "correctness" and (arguments.algo != DEFAULT_ALGO or arguments.overrides):
+        raise ValueError(f"{arguments.probe} looks at no learner; leave --algo and settings out")
+    if arguments.smoke and arguments.world_size > MOST_ON_CPU:
+        raise ValueError(f"--world-size {arguments.world_size}: must be at most {MOST_ON_CPU} with --smoke")
+    if arguments.output is not None and arguments.output.is_dir():
+        raise ValueError(f"--output {arguments.output} is a folder; name a file in it")
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ValueError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+    if arguments.probe == "correctness":
+        from unilab.probes.correctness_rank import configure
+
+        configure(0, backend, arguments.algo, arguments.overrides)
 
 
 def choose_entries(world_size: int, smoke: bool, environment: Mapping[str, str]) -> list[str]:
@@ -115,6 +121,12 @@ def choose_entries(world_size: int, smoke: bool, environment: Mapping[str, str])
     if len(entries) < world_size:
         raise LookupError(f"--world-size {world_size} needs as many GPUs, this host shows {len(entries)}; try --smoke")
     return entries[:world_size]
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the findings say was asked for."""
+    learner = {"algo": arguments.algo, "overrides": arguments.overrides} if arguments.probe == "correctness" else {}
+    return {"compile_loss": arguments.compile_loss, **learner}
 
 
 def _device_names(count: int, smoke: bool) -> tuple[str, ...]:
