@@ -92,6 +92,8 @@ def _evaluate_run(args: argparse.Namespace) -> int:
         RunDirectory(run).write_evaluation(facts)
     except OSError as error:
         return _refuse(f"{EVAL_FILE}: {error}", EXIT_FAILED)
+    if config.training.no_play and "training.no_play=true" not in args.overrides:
+        print(f"no {POLICY_FILE}, no {VIDEO_FILE}: the run has training.no_play=true; add training.no_play=false")
     return _make_files(config, checkpoint.content, run, renderer)
 
 

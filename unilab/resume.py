@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from unilab.checkpoint import (
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import is_written
-from unilab.names import ATTEMPT_PATTERN
+from unilab.names import ATTEMPT_PATTERN, MANIFEST_FILE
 from unilab.state import StateRegistry
 from unilab.streams import PREFIX, STREAMS
 from unilab.tasks.velocity_task import VelocityTask
@@ -73,13 +74,14 @@ class Resume:
         return [*told, f"changed since then: {', '.join(self.changes)}"] if self.changes else told
 
 
-def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device) -> Resume:
+def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device, ranks: int = 1) -> Resume:
     """Find the checkpoint that `algo.load_run` and `algo.checkpoint` ask for, and check that the run can go on from it.
 
     Args:
         config: the run as it is to go on.
         task: its task.
         device: the learner's device.
+        ranks: how many it goes on with; sizes are per rank, so another number is a change like others.
 
     Raises:
         ValueError: one line, if there is no such checkpoint or it does not fit; nothing of it was used then.
@@ -94,8 +96,17 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device) -> 
     _check_facts(checkpoint, config, task)
     verify_actor(checkpoint.content, describe_actor(config.algo, task.obs_dim, task.action_dim), checkpoint.file)
     _check_state(checkpoint, config, device)
-    before = load_config_file(checkpoint.file.parent)
-    return Resume(next_attempt(run), checkpoint, tuple(_changes(before.to_json(), config.to_json())))
+    before = {"ranks": _ranks(checkpoint.file.parent, ranks)} | load_config_file(checkpoint.file.parent).to_json()
+    now = {"ranks": ranks} | config.to_json()
+    return Resume(next_attempt(run), checkpoint, tuple(_changes(before, now)))
+
+
+def _ranks(folder: Path, now: int) -> int:
+    """How many ranks wrote a folder's files; as many as now where it does not say."""
+    try:
+        return int(json.loads((folder / MANIFEST_FILE).read_text())["dp_sync"]["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return now
 
 
 def next_attempt(run: Path) -> Path:

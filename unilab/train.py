@@ -108,7 +108,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
             return _follow(config, ranks)
         require_packages(config)
         place = Place.prepare(config, ranks)
-        resume = plan_resume(config, place.task, place.device) if config.algo.resume else None
+        resume = plan_resume(config, place.task, place.device, ranks.world_size) if config.algo.resume else None
         path = resume.directory if resume else choose_run_dir(config, ranks.world_size, datetime.now())
         require_playback(config)
         directory = RunDirectory(path)

@@ -82,6 +82,7 @@ def test_two_ranks_go_on_with_the_run_of_one(folder: Path) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.count("RESUMED from ") == 1
+    assert "changed since then: ranks=2 (1), algo.max_iterations=6 (4)\n" in ended.stdout
     run = Run(folder / "run" / "attempt-002")
     before = load_checkpoint(folder / "run", 4).content["env_steps"]
     assert [event.step for event in run.events] == [before + 16 * 4, before + 16 * 5]  # the fourth tick is the first
