@@ -184,7 +184,7 @@ def test_what_does_not_pass_gives_way_to_the_next(choose: Choose, plan: str | li
     failed, passed = found.timings
     assert (found.name, found.variables, passed.name, passed.all_reduce_ms) == ("shm", SHM, "shm", 0.25)
     assert (failed.name, failed.passed, failed.all_reduce_ms) == ("p2p", False, None)
-    assert re.fullmatch(detail, failed.detail)
+    assert re.fullmatch(f"{detail}(, {detail})?", failed.detail)  # ranks may fail at the same time
     assert found.reason == f"fastest that works, 4 MB in 0.25 ms; p2p: {failed.detail}"
 
 
