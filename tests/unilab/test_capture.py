@@ -352,9 +352,13 @@ def update_errors(compiled: Rig, eager: Rig, update: Callable[[], None]) -> dict
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the compiler's own
-@needs_compiler
-def test_compiled_phases_equal_eager_ones(compiling: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where the learner is made to compile as on CUDA."""
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.compiler, needs_compiler])]
+)
+def test_compiled_phases_equal_eager_ones(backend: str, compiling: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where the learner is made to compile as on CUDA; without Inductor the same graphs run eagerly."""
+    compile_with = partial(torch.compile, backend=backend)
+    monkeypatch.setattr(torch, "compile", compile_with)
     eager = begun()
     maybe_compiled = learner_module._compiled
     monkeypatch.setattr(learner_module, "_compiled", lambda run, _, **options: maybe_compiled(run, True, **options))

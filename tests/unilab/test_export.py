@@ -368,7 +368,7 @@ def test_eval_exports_after_the_evaluation(
     printed = capsys.readouterr()
     reason = str(failure).removeprefix("no policy.onnx: ")
     assert printed.err == (f"eval: policy.onnx: {reason}\n" if failure is not None else "")
-    assert ("policy.onnx" in printed.out) == (written and failure is None)
+    assert ("wrote " in printed.out and "policy.onnx\n" in printed.out) == (written and failure is None)
 
 
 def test_every_key_of_the_metadata_is_documented(exported: Exported) -> None:

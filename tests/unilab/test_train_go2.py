@@ -51,6 +51,6 @@ def test_a_short_run_has_finite_metrics_and_the_rewards_of_its_task(run_dir: Pat
 def test_a_run_is_evaluated_as_its_own_task_alone(algo: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--load-run", str(run_dir), "--episodes", "1"]
     assert evaluation.main([*route(algo), *arguments]) == 0
-    assert "1 episodes without noise" in capsys.readouterr().out
+    assert "1 episode without noise" in capsys.readouterr().out
     assert evaluation.main([*route(algo, "g1_walk_flat"), *arguments]) == 2
     assert f"was trained with {algo}/Go2JoystickFlat/mujoco, not {algo}/G1WalkFlat/mujoco" in capsys.readouterr().err
