@@ -22,11 +22,11 @@ endif
 repro: setup                 ## run the widest matrix this host can hold and print the report's path
 	$(BIN)/repro run --matrix auto
 
-test: setup                  ## the test suite, less what needs a container engine or compiles for minutes
-	$(BIN)/python -m pytest -m 'not docker and not compiler' -n 2 --dist loadfile
+test: setup                  ## the test suite, less what needs a container engine or takes a minute
+	$(BIN)/python -m pytest -m 'not docker and not long' -n 3 --dist loadfile
 
 test-docker: setup           ## images and services, for real; skipped where no engine answers
-	$(BIN)/python -m pytest -m docker tests/docker
+	$(BIN)/python -m pytest -m 'docker and not long' tests/docker
 
 lint: setup                  ## style of every Python file
 	$(BIN)/ruff check .

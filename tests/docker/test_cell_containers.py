@@ -223,6 +223,7 @@ def test_an_image_of_other_code_is_refused(image: str, compose: Compose, tmp_pat
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a container needs a CPU beside its worker's")
+@pytest.mark.long
 def test_two_images_are_compared_each_with_its_own_code(
     image: str, changed_image: str, compose: Compose, tmp_path: Path
 ) -> None:

@@ -98,10 +98,10 @@ def test_a_daemon_left_behind_is_killed(tmp_path: Path) -> None:
         "    if os.fork(): os._exit(0)\n"
         "    print(os.getpid(), flush=True); time.sleep(60)\n"
     )
-    log = tmp_path / "cell.log"
+    log, others = tmp_path / "cell.log", psutil.Process().children()
     assert run_cell(python(trainer + "time.sleep(0.5)"), os.environ, tmp_path, log, 60).exit_code == 0
     assert not is_alive(int(log.read_text()))
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(others)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process to its parent")

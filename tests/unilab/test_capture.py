@@ -352,9 +352,7 @@ def update_errors(compiled: Rig, eager: Rig, update: Callable[[], None]) -> dict
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the compiler's own
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.compiler, needs_compiler])]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.long, needs_compiler])])
 def test_compiled_phases_equal_eager_ones(backend: str, compiling: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where the learner is made to compile as on CUDA; without Inductor the same graphs run eagerly."""
     compile_with = partial(torch.compile, backend=backend)
