@@ -70,7 +70,7 @@ def probe(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1])  # the faults below are those of two
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.long)])  # the faults below are of two
 def test_the_probe_passes_on_the_cpu(tmp_path: Path, world_size: int) -> None:
     code, found = probe(tmp_path, "--smoke", "--world-size", str(world_size))
     failed = [check for check in found["checks"] if not check["passed"]]
