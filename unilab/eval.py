@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from unilab.names import (
     VIDEO_FILE,
 )
 from unilab.physics.process import bound_environment, end_with_parent, ending
+from unilab.signals import interrupts_once
 
 if TYPE_CHECKING:
     from unilab.checkpoint import Checkpoint
@@ -49,22 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
     )
     args = parser.parse_intermixed_args(argv)
-    previous = [(number, signal.signal(number, interrupt_once)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        end_with_parent()
-        return _evaluate_run(args)
-    except KeyboardInterrupt:
-        return _refuse("interrupted", EXIT_INTERRUPTED)
-    finally:
-        for number, handler in previous:
-            signal.signal(number, handler)
-
-
-def interrupt_once(*_: object) -> None:
-    """A handler of signals: what is half made is removed on the way out, and nothing interrupts that."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    with interrupts_once():
+        try:
+            end_with_parent()
+            return _evaluate_run(args)
+        except KeyboardInterrupt:
+            return _refuse("interrupted", EXIT_INTERRUPTED)
 
 
 def _evaluate_run(args: argparse.Namespace) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from unilab.names import (
     RUN_END_FILE,
     TRACE_FILE,
 )
+from unilab.signals import deaf, interrupts_once, sigterm_interrupts
 from unilab.stacks import print_stacks_on_signal
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         print(line)
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         return _run(place, directory, argv, environment, command, resume, mirror)
 
 
@@ -153,7 +153,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
     from unilab.rank import follow
 
     try:
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             follow(config, ranks, Path())
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
@@ -223,11 +223,9 @@ def _run(
     ended = time.monotonic()
     artifacts, code = None, EXIT_OK
     if status == COMPLETED and not config.training.no_play:
-        from unilab.eval import interrupt_once
-
-        with _handling(interrupt_once, signal.SIGINT, signal.SIGTERM):
+        with interrupts_once():
             artifacts, code = _play(config, directory.path)
-    with _deaf():
+    with deaf():
         try:
             write_end(status, cause, ended, artifacts)
         except OSError as error:
@@ -312,30 +310,6 @@ def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: Ba
 def _refuse(error: Exception, code: int) -> int:
     print(f"train: {' '.join(str(error).splitlines())}", file=sys.stderr)
     return code
-
-
-def _sigterm_interrupts() -> AbstractContextManager[None]:
-    """Within, a termination ends the run as Ctrl-C does."""
-    return _handling(_raise_interrupt, signal.SIGTERM)
-
-
-def _deaf() -> AbstractContextManager[None]:
-    """Within, a second Ctrl-C or termination cannot keep the end of the run from being recorded."""
-    return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    previous = [signal.signal(number, handler) for number in signals]
-    try:
-        yield
-    finally:
-        for number, former in zip(signals, previous, strict=True):
-            signal.signal(number, former)
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

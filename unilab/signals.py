@@ -1,0 +1,45 @@
+"""What Ctrl-C and a termination do within a part of a program; before and after it what they did."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def sigterm_interrupts() -> AbstractContextManager[None]:
+    """Within, a termination ends the run as Ctrl-C does."""
+    return _handling(_interrupt, signal.SIGTERM)
+
+
+def interrupts_once() -> AbstractContextManager[None]:
+    """Within, what is half made is removed on the way out of an interrupt, and nothing interrupts that."""
+    return _handling(_interrupt_once, *_ENDING)
+
+
+def deaf() -> AbstractContextManager[None]:
+    """Within, a second Ctrl-C or termination cannot keep the end of the run from being recorded."""
+    return _handling(signal.SIG_IGN, *_ENDING)
+
+
+@contextmanager
+def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    previous = [signal.signal(number, handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, former in zip(signals, previous, strict=True):
+            signal.signal(number, former)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupt_once(*_: object) -> None:
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
