@@ -38,6 +38,7 @@ from unilab.names import (
 if TYPE_CHECKING:
     from repro.docker_executor import DockerExecutor
     from repro.evidence import CellEvidence
+    from repro.report import Report
 
 # Modules that read events and draw figures take a second to import; the commands that need them import them.
 
@@ -230,53 +231,54 @@ def _run_plan(
     """Run a session to its report; `finished` is given where one is resumed: the cells that it has already."""
     from rich.console import Console
 
+    from repro.live import SessionView
+    from repro.report import write_report
+    from repro.resume import claim, reopen_session
+    from repro.session import Session, create_out_dir, default_out_dir, exit_code, run_cells, start_session
+
+    resumed, kept = finished is not None, finished or {}
+    out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
+    sys.stdout.write(_lines(_opening_lines(plan, out_dir, sum(cell.id not in kept for cell in plan.runnable))))
+    sys.stdout.flush()
+    journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
+    session = Session(plan, journal, out_dir, trainer, os.environ, runner, roots)
+    view = SessionView(plan, Console())
+    with _naming(out_dir), contextlib.nullcontext() if resumed else claim(out_dir):
+        interrupted = run_cells(session, view, fail_fast=arguments.fail_fast, finished=kept)
+    with _naming(out_dir):
+        report = write_report(out_dir)
+    _say_what_came_out(plan, report, out_dir)
+    code = exit_code(report.result, report.evidence)
+    return EXIT_INTERRUPTED if interrupted else code
+
+
+def _opening_lines(plan: Plan, out_dir: Path, count: int) -> list[str]:
+    """What is about to happen: `count` runs, and what comes before them."""
     from repro.benchmarks import LIMIT_SECONDS
+
+    seconds = plan.estimated_seconds * count / len(plan.runnable)
+    lines = [f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}"]
+    if plan.matrix.probes:
+        lines.append(f"probes before everything else: {', '.join(plan.matrix.probes)}")
+    if plan.matrix.benchmarks:
+        lines.append(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
+    if plan.cleared_environment:
+        lines.append(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
+    return lines
+
+
+def _say_what_came_out(plan: Plan, report: Report, out_dir: Path) -> None:
     from repro.cycle import bounding_stages
     from repro.headline import closing_lines
     from repro.layout import REPORT_FILE
-    from repro.live import SessionView
     from repro.render import side_notes
-    from repro.report import write_report
-    from repro.resume import claim, reopen_session
-    from repro.session import create_out_dir, default_out_dir, exit_code, next_step, run_cells, start_session
+    from repro.session import next_step
 
-    resumed = finished is not None
-    out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
-    count = sum(cell.id not in (finished or {}) for cell in plan.runnable)
-    seconds = plan.estimated_seconds * count / len(plan.runnable)
-    print(f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}")
-    if plan.matrix.probes:
-        print(f"probes before everything else: {', '.join(plan.matrix.probes)}")
-    if plan.matrix.benchmarks:
-        print(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
-    if plan.cleared_environment:
-        print(f"taken out of the environment: {', '.join(plan.cleared_environment)}")
-    sys.stdout.flush()
-    journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
-    view = SessionView(plan, Console())
-    with _naming(out_dir), contextlib.nullcontext() if resumed else claim(out_dir):
-        interrupted = run_cells(
-            plan,
-            journal,
-            out_dir,
-            view,
-            trainer=trainer,
-            inherited=os.environ,
-            runner=runner,
-            fail_fast=arguments.fail_fast,
-            finished=finished or {},
-            roots=roots,
-        )
-    with _naming(out_dir):
-        report = write_report(out_dir)
     following = next_step(report.result, out_dir, program_name(sys.argv[0]))
-    stages = bounding_stages(report.evidence)
-    page = f"{out_dir / REPORT_FILE}"
+    stages, page = bounding_stages(report.evidence), f"{out_dir / REPORT_FILE}"
     sys.stdout.write(_lines(side_notes(report.evidence)))
     sys.stdout.write(_lines(closing_lines(report.result, plan.matrix, stages, page, following, plan.labels)))
     sys.stdout.flush()
-    code = exit_code(report.result, report.evidence)
-    return EXIT_INTERRUPTED if interrupted else code
 
 
 @contextlib.contextmanager

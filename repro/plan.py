@@ -234,18 +234,12 @@ def make_plan(
         raise UsageError(f"--prefix {prefix!r}: use small letters, digits and _, beginning with a letter or digit")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0 seconds")
-    placements = _place_all(matrix, host, topology)
-    if executor.kind == "docker":
-        placements = {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
+    placements = _place_all(matrix, host, topology, contained=executor.kind == "docker")
     cells = tuple(
         _cell(matrix, case, repeat, number, placements[case.name], prefix)
         for case, repeat, number in _order(matrix, placements)
     )
     _check_ids(cells)
-    able = [cell for cell in cells if cell.skip_reason is None]
-    each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
-    ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
-    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(matrix.probes)
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -254,7 +248,7 @@ def make_plan(
         trainer=_published(trainer),
         cleared_environment=tuple(name for name in CLEARED if name in inherited),
         timeout_seconds=matrix.timeout_seconds if timeout is None else float(timeout),
-        estimated_seconds=round(probes + each * len(able) + ceilings, 1),
+        estimated_seconds=_estimate(matrix, cells),
         cells=cells,
         executor=executor,
         sources=dict(sources),
@@ -338,12 +332,24 @@ def _order(matrix: Matrix, placements: dict[str, Placement | str]) -> list[tuple
     return warmups + [(cases[name], repeat, 0) for name, repeat in interleave(list(cases), matrix.repeats)]
 
 
-def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...]) -> dict[str, Placement | str]:
+def _estimate(matrix: Matrix, cells: Sequence[Cell]) -> float:
+    """Expected seconds of all cells that this host can hold, their ceilings and the probes."""
+    able = [cell for cell in cells if cell.skip_reason is None]
+    each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
+    ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
+    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(matrix.probes)
+    return round(probes + each * len(able) + ceilings, 1)
+
+
+def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained: bool) -> dict[str, Placement | str]:
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
     gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
     offer = Offer(topology, host.cgroup_cpus, *gpus)
     widest = max(case.width for case in matrix.cases)
-    return {case.name: _place(case, offer, widest) for case in matrix.cases}
+    placements = {case.name: _place(case, offer, widest) for case in matrix.cases}
+    if not contained:
+        return placements
+    return {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
 
 
 def _place(case: Case, offer: Offer, widest: int) -> Placement | str:

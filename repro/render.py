@@ -62,13 +62,9 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
     """Everything the template shows, as finished text; empty where a section has nothing to say."""
     matrix = evidence.plan.matrix
     measured = any(group.n for group in result.groups)
-    labels = evidence.plan.labels
-    what = (
-        f"{matrix.algo} on {matrix.task} ({matrix.sim}), {' against '.join(labels.values()) or f'matrix {matrix.name}'}"
-    )
     return {
-        "title": f"{'SMOKE: ' if result.smoke else ''}{what}",
-        "headline": f"**{headline(result, matrix, labels)}**",
+        "title": _title(evidence.plan, result.smoke),
+        "headline": f"**{headline(result, matrix, evidence.plan.labels)}**",
         "smoke": result.smoke,
         "question": matrix.reason,
         "session": _session(evidence),
@@ -77,7 +73,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "ceiling": matrix.ceiling,
         "comparisons": _comparisons(evidence, result) if measured and result.comparisons else "",
         "comparison_note": _comparison_note(evidence),
-        "scaling": scaling_section(evidence.plan.matrix, result),
+        "scaling": scaling_section(matrix, result),
         "effects": effects_section(matrix, result),
         "stages": "; ".join(bounding_stages(evidence).values()),
         "pool": pool_table(evidence) if measured else "",
@@ -103,6 +99,12 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "manifest": MANIFEST_FILE,
         "result": RESULT_FILE,
     }
+
+
+def _title(plan: Plan, smoke: bool) -> str:
+    matrix = plan.matrix
+    compared = " against ".join(plan.labels.values()) or f"matrix {matrix.name}"
+    return f"{'SMOKE: ' if smoke else ''}{matrix.algo} on {matrix.task} ({matrix.sim}), {compared}"
 
 
 def _session(evidence: Evidence) -> str:

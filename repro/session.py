@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from repro.attempts import supersede
 from repro.benchmarks import leave_out, run_benchmarks
@@ -18,7 +18,7 @@ from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome, read_journal
 from repro.late import examine
-from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, local_runner, signals_interrupt
+from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, signals_interrupt
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.matrix import AB_MATRIX
@@ -120,75 +120,86 @@ def published_plan(plan: Plan, redactor: Redactor) -> Plan:
     return plan.model_copy(update=own)
 
 
-def run_cells(
-    plan: Plan,
-    journal: Journal,
-    out_dir: Path,
-    view: SessionView,
-    *,
-    trainer: Sequence[str],
-    inherited: Mapping[str, str],
-    runner: Callable[[Cell], Runner] = local_runner,
-    fail_fast: bool = False,
-    grace: float = GRACE_SECONDS,
-    finished: Mapping[str, CellEvidence] = MappingProxyType({}),
-    roots: Mapping[str, Path] = MappingProxyType({}),
-) -> bool:
+@dataclass(frozen=True)
+class Session:
+    """Where a session is kept, and how its cells are started.
+
+    Attributes:
+        plan: The plan.
+        journal: Gets every start and end.
+        out_dir: The report folder.
+        trainer: Start of every command.
+        inherited: The environment that cells inherit.
+        runner: Gives what runs a cell's commands.
+        roots: Folder that a case imports the trainer from, where it is not this installation's. Probes take that of
+            the last case.
+    """
+
+    plan: Plan
+    journal: Journal
+    out_dir: Path
+    trainer: Sequence[str]
+    inherited: Mapping[str, str]
+    runner: Callable[[Cell], Runner]
+    roots: Mapping[str, Path]
+
+    def command(self, cell: Cell) -> list[str]:
+        """What is started for a cell."""
+        if cell.foreign:
+            return foreign_command(self.plan, cell, self.out_dir, Path.cwd())
+        return [*self.trainer, *cell.arguments]
+
+    def environment(self, cell: Cell) -> dict[str, str]:
+        """The whole environment of a cell."""
+        if cell.foreign:
+            return foreign_environment(self.inherited, cell)
+        return cell_environment(self.inherited, cell, self.roots.get(cell.case))
+
+
+def run_cells(session: Session, view: SessionView, *, fail_fast: bool, finished: Mapping[str, CellEvidence]) -> bool:
     """Run the probes, then every cell that the host can hold.
 
     A failed probe ends the session, and so do settings that the trainer refuses (exit code 2).
 
     Args:
-        plan: The plan.
-        journal: Gets every start and end.
-        out_dir: The report folder.
+        session: The session.
         view: Shows what happens.
-        trainer: Start of every command.
-        inherited: The environment that cells inherit.
-        runner: Gives what runs a cell's commands.
         fail_fast: Stop after the first cell that gives no number.
-        grace: Seconds between SIGTERM and SIGKILL for a cell that is ended.
         finished: Cells of a resumed session that are not run again, by id.
-        roots: Folder that a case imports the trainer from, where it is not this installation's. Probes take that of
-            the last case.
 
     Returns:
         Whether the session was interrupted.
     """
     with signals_interrupt(), view:
         try:
-            root = roots.get(plan.matrix.cases[-1].name)
-            probed = run_probes(plan, journal, out_dir, view.note, inherited, grace, runner, root)
-            if probed == "interrupted":
-                journal.write("session_interrupted")
-                return True
-            if probed == "failed":
-                journal.write("session_ended")
-                return False
-            if _run_benchmarks(plan, journal, out_dir, inherited) == "interrupted":
-                journal.write("session_interrupted")
-                return True
-            for cell in plan.runnable:
-                if cell.id in finished:
-                    view.kept(finished[cell.id])
-                    continue
-                _put_aside(out_dir, cell)
-                view.started(cell)
-                own = foreign_environment if cell.foreign else partial(cell_environment, root=roots.get(cell.case))
-                environment = own(inherited, cell)
-                evidence, ended, interrupted = _run_one(
-                    plan, cell, journal, out_dir, trainer, environment, runner(cell), grace
-                )
-                view.ended(evidence, ended.seconds)
-                if interrupted:
-                    journal.write("session_interrupted")
-                    return True
-                if ended.exit_code == EXIT_USAGE or (fail_fast and evidence.throughput is None):
-                    break
+            interrupted = _run_all(session, view, fail_fast, finished)
         except KeyboardInterrupt:
-            journal.write("session_interrupted")
+            interrupted = True
+        session.journal.write("session_interrupted" if interrupted else "session_ended")
+    return interrupted
+
+
+def _run_all(session: Session, view: SessionView, fail_fast: bool, finished: Mapping[str, CellEvidence]) -> bool:
+    """Run probes, micro-benchmarks and cells; whether one of them was interrupted."""
+    plan, out_dir = session.plan, session.out_dir
+    root = session.roots.get(plan.matrix.cases[-1].name)
+    probed = run_probes(plan, session.journal, out_dir, view.note, session.inherited, session.runner, root)
+    if probed != "passed":
+        return probed == "interrupted"
+    if _run_benchmarks(plan, session.journal, out_dir, session.inherited) == "interrupted":
+        return True
+    for cell in plan.runnable:
+        if cell.id in finished:
+            view.kept(finished[cell.id])
+            continue
+        _put_aside(out_dir, cell)
+        view.started(cell)
+        evidence, ended, interrupted = _run_one(session, cell)
+        view.ended(evidence, ended.seconds)
+        if interrupted:
             return True
-    journal.write("session_ended")
+        if ended.exit_code == EXIT_USAGE or (fail_fast and evidence.throughput is None):
+            break
     return False
 
 
@@ -216,26 +227,17 @@ def _put_aside(out_dir: Path, cell: Cell) -> None:
         Redactor(out_dir).folder(kept)
 
 
-def _run_one(
-    plan: Plan,
-    cell: Cell,
-    journal: Journal,
-    out_dir: Path,
-    trainer: Sequence[str],
-    environment: Mapping[str, str],
-    run: Runner,
-    grace: float,
-) -> tuple[CellEvidence, Ended, bool]:
+def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
+    """Run a cell and what belongs to it; how it is judged, how it ended, and whether any of it was interrupted."""
+    plan, journal, out_dir = session.plan, session.journal, session.out_dir
+    environment, run, grace = session.environment(cell), session.runner(cell), GRACE_SECONDS
     journal.write("cell_started", cell=cell.id)
-    command = [*trainer, *cell.arguments]
-    if cell.foreign:
-        command = foreign_command(plan, cell, out_dir, Path.cwd())
     log = out_dir / cell.log
     late = partial(examine, run_dir=out_dir / cell.run, log=log, stacks=out_dir / cell.stacks)
     gpus = () if plan.matrix.smoke else cell.gpus
     descends = plan.executor.kind == "local"
     with Sampler(out_dir / cell.telemetry, cell.cpu_ids or (), gpus, descends=descends) as sampler:
-        ended = run(command, environment, out_dir, log, plan.timeout_seconds, grace, late)
+        ended = run(session.command(cell), environment, out_dir, log, plan.timeout_seconds, grace, late)
     interrupted = ended.outcome == "interrupted"
     if plan.matrix.ceiling and not cell.foreign:
         interrupted |= record_ceiling(cell, ended, environment, out_dir, grace, run)
@@ -243,15 +245,7 @@ def _run_one(
     if plan.matrix.evaluate:
         no_evaluation, stopped = record_evaluation(plan.matrix, cell, ended, environment, out_dir, grace, run)
         interrupted |= stopped
-    redactor = Redactor(out_dir)
-    for path in (log, out_dir / cell.stacks):
-        if path.exists():
-            redactor.file(path)
-    run_dir = out_dir / cell.run
-    if run_dir.is_symlink():  # what lies elsewhere is no part of the report
-        run_dir.unlink()
-    redact = partial(clean_folder, redactor=redactor) if cell.foreign else redactor.folder
-    redacted = redact(run_dir) if run_dir.is_dir() else []
+    redacted = _redact(out_dir, cell)
     entry = journal.write(
         "cell_ended",
         cell=cell.id,
@@ -259,11 +253,25 @@ def _run_one(
         exit_code=ended.exit_code,
         seconds=ended.seconds,
         reason=ended.reason,
-        redacted=tuple(redacted) or None,
+        redacted=redacted or None,
         samples=sampler.count,
         no_evaluation=no_evaluation,
     )
     return judge_cell(out_dir, plan, cell, entry), ended, interrupted
+
+
+def _redact(out_dir: Path, cell: Cell) -> tuple[str, ...]:
+    """Take names and paths out of what a cell left; the files of its run that changed."""
+    redactor = Redactor(out_dir)
+    for path in (out_dir / cell.log, out_dir / cell.stacks):
+        if path.exists():
+            redactor.file(path)
+    run_dir = out_dir / cell.run
+    if run_dir.is_symlink():  # what lies elsewhere is no part of the report
+        run_dir.unlink()
+    if not run_dir.is_dir():
+        return ()
+    return tuple(clean_folder(run_dir, redactor) if cell.foreign else redactor.folder(run_dir))
 
 
 def exit_code(result: Result, evidence: Evidence) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from repro.errors import UsageError
 from repro.journal import Entry, Journal, read_journal
-from repro.launch import GRACE_SECONDS, Runner, cell_environment, local_runner
+from repro.launch import Runner, cell_environment
 from repro.layout import JOURNAL_FILE, LOGS_DIR, PROBES_DIR
 from repro.matrix import ProbeName
 from repro.plan import Cell, Plan
@@ -91,9 +91,8 @@ def run_probes(
     out_dir: Path,
     say: Callable[[str], None],
     inherited: Mapping[str, str],
-    grace: float = GRACE_SECONDS,
-    runner: Callable[[Cell], Runner] = local_runner,
-    root: Path | None = None,
+    runner: Callable[[Cell], Runner],
+    root: Path | None,
 ) -> Status:
     """Run the probes of a matrix and keep what they found; those that passed before a session was resumed stay.
 
@@ -103,7 +102,6 @@ def run_probes(
         out_dir: The report folder.
         say: Shows a line.
         inherited: The environment that cells inherit.
-        grace: Seconds between SIGTERM and SIGKILL.
         runner: Gives what runs a cell's commands, here the widest cell's.
         root: Folder that the trainer is imported from; None takes this installation's.
 
@@ -112,30 +110,37 @@ def run_probes(
     """
     status: Status = "passed"
     passed = {probe.name for probe in read_probes(out_dir, plan, read_journal(out_dir)) if probe.status == "passed"}
+    widest = _widest(plan)
+    environment = cell_environment(inherited, widest, root)
     for asked in planned_probes(plan):
         if asked.probe in passed:
             continue
-        journal.write("probe_started", probe=asked.probe)
-        log = out_dir / log_file(asked.probe)
-        widest = _widest(plan)
-        environment = cell_environment(inherited, widest, root)
-        found = run_probe(asked, environment, out_dir, log, grace, runner(widest))
-        Redactor(out_dir).file(log)
-        record = _keep(out_dir, asked, found)
-        entry = journal.write(
-            "probe_ended",
-            probe=asked.probe,
-            outcome=found.ended.outcome,
-            exit_code=found.ended.exit_code,
-            seconds=found.ended.seconds,
-            reason=found.reason,
-        )
-        evidence = _evidence(asked.probe, record, entry)
-        say(f"probe {asked.probe}: {evidence.status}, {evidence.detail} ({duration(found.ended.seconds)})")
+        evidence, seconds = _run_one(asked, journal, out_dir, environment, runner(widest))
+        say(f"probe {asked.probe}: {evidence.status}, {evidence.detail} ({duration(seconds)})")
         if evidence.status == "interrupted":
             return "interrupted"
         status = "failed" if evidence.status == "failed" else status
     return status
+
+
+def _run_one(
+    asked: Asked, journal: Journal, out_dir: Path, environment: Mapping[str, str], run: Runner
+) -> tuple[ProbeEvidence, float]:
+    """Run a probe and keep what it found; what became of it, and the seconds it took."""
+    journal.write("probe_started", probe=asked.probe)
+    log = out_dir / log_file(asked.probe)
+    found = run_probe(asked, environment, out_dir, log, run=run)
+    Redactor(out_dir).file(log)
+    record = _keep(out_dir, asked, found)
+    entry = journal.write(
+        "probe_ended",
+        probe=asked.probe,
+        outcome=found.ended.outcome,
+        exit_code=found.ended.exit_code,
+        seconds=found.ended.seconds,
+        reason=found.reason,
+    )
+    return _evidence(asked.probe, record, entry), found.ended.seconds
 
 
 def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[ProbeEvidence, ...]:

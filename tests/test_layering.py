@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# These run in the physics process, which must start without torch.
+# These run in the physics process or in one that draws a video, which must start without torch.
 TORCH_FREE = [
     ROOT / "unilab" / "names.py",
     ROOT / "unilab" / "collector.py",
     ROOT / "unilab" / "channel.py",
     ROOT / "unilab" / "stacks.py",
+    ROOT / "unilab" / "video.py",
     *sorted((ROOT / "unilab" / "physics").glob("*.py")),
 ]
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from unilab.atomic_file import write_atomically
 from unilab.config import RunConfig
 from unilab.hardware import HostUnfit
 from unilab.learner import Actor
 from unilab.names import POLICY_FILE
 from unilab.physics.mujoco_pool import load_model
 from unilab.provenance import PACKAGE, git_facts, source_sha256
-from unilab.run_dir import write_atomically
 from unilab.tasks.velocity_task import VelocityTask
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from unilab.atomic_file import write_atomically
 from unilab.config import RunConfig
 from unilab.names import (
     CHECKPOINT_PATTERN,
@@ -103,16 +103,3 @@ class RunDirectory:
     def _write_json(self, name: str, facts: dict[str, Any]) -> None:
         text = json.dumps({"schema_version": SCHEMA_VERSION, **facts}, indent=2, allow_nan=False) + "\n"
         write_atomically(self.path / name, lambda file: file.write(text.encode()))
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file so that it is either whole or absent: temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

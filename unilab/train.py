@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unilab.names import (
     COMPLETED,
@@ -30,8 +30,8 @@ from unilab.signals import deaf, interrupts_once, sigterm_interrupts
 from unilab.stacks import print_stacks_on_signal
 
 if TYPE_CHECKING:
-    from unilab.checkpoint import Checkpoint
     from unilab.config import RunConfig
+    from unilab.event_log import EventLog
     from unilab.rank import Place
     from unilab.ranks import Ranks
     from unilab.resume import Resume
@@ -123,7 +123,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
     with sigterm_interrupts():
-        return _run(place, directory, argv, environment, command, resume, mirror)
+        return _train_and_record(place, directory, argv, environment, command, resume, mirror)
 
 
 def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
@@ -165,7 +165,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
     return EXIT_OK
 
 
-def _run(
+def _train_and_record(
     place: Place,
     directory: RunDirectory,
     argv: list[str],
@@ -176,46 +176,17 @@ def _run(
 ) -> int:
     """Train into `directory` and write `run_end.json`, whatever happens."""
     from unilab.event_log import Clock, EventLog
-    from unilab.provenance import command_facts, redact
-    from unilab.rank_processes import RankProcesses
-    from unilab.transport import transport_of_ranks
 
     began, config = time.monotonic(), place.config
     try:  # first of all: where another run has begun in this directory meanwhile, nothing of it may be replaced
         log = EventLog(directory.path, Clock.start(), config.training.logger != "none", mirror)
     except OSError as error:
         return _refuse(error, EXIT_FAILED)
-    runner: Runner | None = None
-    checkpoint = resume.checkpoint if resume else None
-    origin = {"resumed_from": resume.facts() if resume else None}
-    meeting = directory.path / MEETING_FILE
-    entries = () if place.ranks.launched else place.ranks.entries
-
-    def write_end(
-        status: str, cause: BaseException | None, ended: float, artifacts: dict[str, str] | None = None
-    ) -> None:
-        facts = _end_facts(runner or checkpoint, log, status, cause, ended - began, redact)
-        facts["startup_seconds"] = runner.startup_seconds if runner else None
-        directory.write_end(facts | {"artifacts": redact(artifacts)})
-
+    run = _Run(place, directory, log, resume, began)
     status, cause = COMPLETED, None  # type: str, BaseException | None
     try:
         with closing(log):
-            directory.write_config(config)
-            directory.write_command(command_facts(argv, environment) | origin)
-            on_cuda = place.device.type == "cuda"
-            transport = transport_of_ranks(place.ranks, on_cuda, config.training.nccl_transport, environment)
-            os.environ.update(transport.variables)  # of the others too, which inherit them
-            last_words = partial(_write_failure, write_end)
-            with RankProcesses(command, entries, meeting, last_words) as others:
-                with others.watching():
-                    runner = place.join(meeting, checkpoint)
-                with runner, _view(place) as view, others.watching():
-                    manifest = runner.manifest() | origin
-                    manifest["dp_sync"] |= transport.facts()
-                    directory.write_manifest(manifest)
-                    with _trace(config, directory.path) as trace:
-                        runner.run(log, view, directory, trace)
+            run.train(argv, environment, command)
     except KeyboardInterrupt as interrupt:
         status, cause = INTERRUPTED, interrupt
     except BaseException as failure:  # SystemExit too: the terminal view raises it when its reader is gone
@@ -227,7 +198,7 @@ def _run(
             artifacts, code = _play(config, directory.path)
     with deaf():
         try:
-            write_end(status, cause, ended, artifacts)
+            run.write_end(status, cause, ended, artifacts)
         except OSError as error:
             code = _refuse(OSError(f"{RUN_END_FILE} was not written: {error}"), EXIT_FAILED)
         code = _conclude(config, directory, status, cause) or code
@@ -236,9 +207,86 @@ def _run(
     return code
 
 
-def _write_failure(write_end: Callable[[str, BaseException, float], None], message: str) -> None:
-    """The end of a run whose process hangs, of another rank's failure."""
-    write_end(FAILED, RuntimeError(message), time.monotonic())
+@dataclass
+class _Run:
+    """A run that has begun.
+
+    Attributes:
+        place: what rank 0 trains with.
+        directory: receives its files.
+        log: receives its records.
+        resume: how it goes on; None where it starts anew.
+        began: monotonic seconds.
+        runner: None before it is built.
+    """
+
+    place: Place
+    directory: RunDirectory
+    log: EventLog
+    resume: Resume | None
+    began: float
+    runner: Runner | None = None
+
+    def train(self, argv: list[str], environment: dict[str, str], command: list[str]) -> None:
+        """Train to the last iteration; whatever stops it before is raised.
+
+        Args:
+            argv: the command line as it is recorded.
+            environment: that of the command.
+            command: starts another rank.
+        """
+        from unilab.provenance import command_facts
+        from unilab.rank_processes import RankProcesses
+        from unilab.transport import transport_of_ranks
+
+        config, ranks, directory = self.place.config, self.place.ranks, self.directory
+        origin = {"resumed_from": self.resume.facts() if self.resume else None}
+        directory.write_config(config)
+        directory.write_command(command_facts(argv, environment) | origin)
+        on_cuda = self.place.device.type == "cuda"
+        transport = transport_of_ranks(ranks, on_cuda, config.training.nccl_transport, environment)
+        os.environ.update(transport.variables)  # of the others too, which inherit them
+        meeting, entries = directory.path / MEETING_FILE, () if ranks.launched else ranks.entries
+        with RankProcesses(command, entries, meeting, self.write_failure) as others:
+            with others.watching():
+                self.runner = self.place.join(meeting, self.resume.checkpoint if self.resume else None)
+            with self.runner as runner, _view(self.place) as view, others.watching():
+                manifest = runner.manifest() | origin
+                manifest["dp_sync"] |= transport.facts()
+                directory.write_manifest(manifest)
+                with _trace(config, directory.path) as trace:
+                    runner.run(self.log, view, directory, trace)
+
+    def write_failure(self, message: str) -> None:
+        """The end of a run whose process hangs, of another rank's failure."""
+        self.write_end(FAILED, RuntimeError(message), time.monotonic())
+
+    def write_end(
+        self, status: str, cause: BaseException | None, ended: float, artifacts: dict[str, str] | None = None
+    ) -> None:
+        """Write `run_end.json`.
+
+        Args:
+            status: how the run ended.
+            cause: what ended it; None where it is complete.
+            ended: monotonic seconds.
+            artifacts: what became of the files that are made after training.
+        """
+        from unilab.provenance import redact
+
+        reached = self.runner or (self.resume.checkpoint if self.resume else None)
+        raised = None if cause is None else {"type": type(cause).__name__, "message": redact(str(cause))}
+        facts = {
+            "status": status,
+            "final_env_steps": reached.env_steps if reached else 0,
+            "iterations": reached.iteration if reached else 0,
+            "event_count": self.log.count,
+            "wall_seconds": ended - self.began,
+            "exception": raised,
+            "startup_seconds": self.runner.startup_seconds if self.runner else None,
+            "artifacts": redact(artifacts),
+        }
+        self.directory.write_end(facts)
 
 
 def _view(place: Place) -> TerminalView:
@@ -255,25 +303,6 @@ def _trace(config: RunConfig, directory: Path) -> AbstractContextManager[Trace |
     from unilab.trace import Trace
 
     return closing(Trace(directory / TRACE_FILE)) if config.training.trace_enabled else nullcontext()
-
-
-def _end_facts(
-    reached: Runner | Checkpoint | None,
-    log: Any,
-    status: str,
-    error: BaseException | None,
-    wall_seconds: float,
-    redact: Any,
-) -> dict[str, Any]:
-    raised = None if error is None else {"type": type(error).__name__, "message": redact(str(error))}
-    return {
-        "status": status,
-        "final_env_steps": reached.env_steps if reached else 0,
-        "iterations": reached.iteration if reached else 0,
-        "event_count": log.count,
-        "wall_seconds": wall_seconds,
-        "exception": raised,
-    }
 
 
 def _play(config: RunConfig, directory: Path) -> tuple[dict[str, str], int]:

@@ -53,25 +53,10 @@ def try_ranks(
     began = time.monotonic()
     paths = [folder / f"rank{rank}.log" for rank in range(len(commands))]
     followed, lifeline = os.pipe()  # its end-of-file is the death of this process
-    added = {
-        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-        LIFELINE: str(followed),
-    }
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for command, environment, path in zip(commands, environments, paths, strict=True):
-            with path.open("wb") as output:
-                ranks.append(
-                    subprocess.Popen(
-                        list(command),
-                        env={**environment, **added},
-                        pass_fds=(followed,),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        process_group=ranks[0].pid if ranks else 0,
-                    )
-                )
+            ranks.append(_start(command, environment, path, followed, ranks[0].pid if ranks else 0))
         fault = _wait(ranks, began + seconds, seconds, meanings or {})
     finally:
         _end(ranks)
@@ -94,6 +79,23 @@ def end_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, followed: int, group: int
+) -> subprocess.Popen[bytes]:
+    """Start a rank in a process group; 0 makes one, of which it is the first."""
+    modules = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            list(command),
+            env={**environment, "PYTHONPATH": modules, LIFELINE: str(followed)},
+            pass_fds=(followed,),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=group,
+        )
 
 
 def _wait(

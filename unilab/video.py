@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unilab.atomic_file import replacing
 from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE
 from unilab.physics.process import bound_environment, end_with_parent, ending
 from unilab.physics.spec import ROBOTS
@@ -242,21 +243,17 @@ def encode(
     """
     import av
 
-    middle, temporary = len(recording.qpos) // 2, path.with_name(f".{path.name}.partial")
-    try:
-        with av.open(str(temporary), "w", format="mp4") as container:
-            stream = container.add_stream(ENCODER, rate=Fraction(recording.fps).limit_denominator(1000))
-            assert isinstance(stream, av.VideoStream)
-            (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
-            for index, image in enumerate(frames):
-                frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-                container.mux(stream.encode(frame))
-                if index == middle and still is not None:
-                    _write_png(frame, still)
-            container.mux(stream.encode())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    middle = len(recording.qpos) // 2
+    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        stream = container.add_stream(ENCODER, rate=Fraction(recording.fps).limit_denominator(1000))
+        assert isinstance(stream, av.VideoStream)
+        (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
+        for index, image in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            container.mux(stream.encode(frame))
+            if index == middle and still is not None:
+                _write_png(frame, still)
+        container.mux(stream.encode())
 
 
 def _write_png(frame: av.VideoFrame, path: Path) -> None:
@@ -265,12 +262,8 @@ def _write_png(frame: av.VideoFrame, path: Path) -> None:
     codec = av.VideoCodecContext.create("png", "w")
     codec.width, codec.height, codec.pix_fmt, codec.time_base = frame.width, frame.height, "rgb24", Fraction(1)
     content = b"".join(bytes(packet) for packet in (*codec.encode(frame), *codec.encode()))
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

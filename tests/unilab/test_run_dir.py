@@ -1,4 +1,4 @@
-"""Where a run's files go, which folders are refused, and that a file is whole or absent."""
+"""Where a run's files go, which folders are refused, and what its files hold."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import os
 import resource
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
 
 from unilab.config import RunConfig, TrainingConfig
-from unilab.run_dir import RunDirectory, choose_run_dir, write_atomically
+from unilab.run_dir import RunDirectory, choose_run_dir
 from unilab.sac.config import SacConfig
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -117,28 +116,6 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     loaded = torch.load(path, weights_only=True)
     assert loaded["weight"].tolist() == [0, 1, 2]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model_40.pt"]
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, lambda file: file.write(b"old"))
-
-    def fails(file: BinaryIO) -> None:
-        file.write(b"half of the ne")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        write_atomically(path, fails)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_content_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[list[str]] = []
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append([path.name for path in tmp_path.iterdir()]))
-    write_atomically(tmp_path / "file", lambda file: file.write(b"new"))
-    assert synced == [[".file.partial"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_checkpoint_that_a_disk_does_not_take_says_so_and_leaves_nothing(tmp_path: Path) -> None:

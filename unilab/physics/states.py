@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 import warnings
 import zipfile
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unilab.atomic_file import write_atomically
 from unilab.physics.spec import PhysicsSpec
 from unilab.validation import require
 
@@ -92,15 +92,8 @@ class StateRecorder:
             "mujoco": self._pool.mujoco_version,
         }
         arrays = {name: values if whole.size == len(values) else values[whole] for name, values in self._arrays.items()}
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                np.savez(file, allow_pickle=False, **{_META: np.array(json.dumps(meta))}, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        content = {_META: np.array(json.dumps(meta)), **arrays}
+        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **content))
 
 
 def recorded_iterations(iterations: int, count: int) -> list[int]:
