@@ -30,8 +30,11 @@ from unilab.environment import Environment
 from unilab.event_log import is_written
 from unilab.names import ATTEMPT_PATTERN, MANIFEST_FILE
 from unilab.state import StateRegistry
-from unilab.streams import PREFIX, STREAMS
+from unilab.streams import PREFIX, STREAMS, stream_seed
 from unilab.tasks.velocity_task import VelocityTask
+
+# Bytes of a random generator's state in torch: of the CPU's Mersenne Twister, of CUDA's Philox.
+_STATE_BYTES = frozenset({5056, 16})
 
 # Settings that say where a run is, not what it does.
 _PLACES = ("algo.resume", "algo.load_run", "algo.checkpoint", "training.log_root", "training.log_dir")
@@ -45,11 +48,13 @@ class Resume:
         directory: where the new attempt writes, not yet made.
         checkpoint: where it goes on from.
         changes: settings that differ from those the checkpoint was trained with, one text each.
+        new_streams: whether random streams begin anew, since the checkpoint's are those of another kind of device.
     """
 
     directory: Path
     checkpoint: Checkpoint
     changes: tuple[str, ...]
+    new_streams: bool = False
 
     def facts(self) -> dict[str, Any]:
         """What the attempt's JSON files say of it; the file's path is relative to the run's directory."""
@@ -71,6 +76,8 @@ class Resume:
         place = f"iteration {found.iteration}, env step {found.env_steps}"
         ring = "the replay ring is not saved and fills anew before the first update"
         told = [f"RESUMED from {found.file} at {place}, up to iteration {target}; {ring}"]
+        if self.new_streams:
+            told.append("random streams begin anew: the checkpoint was trained on another kind of device")
         return [*told, f"changed since then: {', '.join(self.changes)}"] if self.changes else told
 
 
@@ -95,10 +102,12 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device, ran
     check_origin(checkpoint, config)
     _check_facts(checkpoint, config, task)
     verify_actor(checkpoint.content, describe_actor(config.algo, task.obs_dim, task.action_dim), checkpoint.file)
-    _check_state(checkpoint, config, device)
+    _check_state(checkpoint)
+    usable = _streams_of(checkpoint, config, device)
+    _try_state(usable, config, device)
     before = {"ranks": _ranks(checkpoint.file.parent, ranks)} | load_config_file(checkpoint.file.parent).to_json()
     now = {"ranks": ranks} | config.to_json()
-    return Resume(next_attempt(run), checkpoint, tuple(_changes(before, now)))
+    return Resume(next_attempt(run), usable, tuple(_changes(before, now)), usable is not checkpoint)
 
 
 def _ranks(folder: Path, now: int) -> int:
@@ -153,19 +162,32 @@ def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) 
         )
 
 
-def _check_state(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> None:
-    """Try optimizers and all other state on a registry like the run's: names, shapes, types, states of generators."""
+def _check_state(checkpoint: Checkpoint) -> None:
     state = checkpoint.content.get("state")
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
         raise ValueError(f"{checkpoint.file}: state must hold tensors by name")
+
+
+def _streams_of(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Checkpoint:
+    """The checkpoint, with new random streams where its own are those of another kind of device."""
+    state, own = checkpoint.content["state"], torch.Generator(device)
+    sizes = {value.numel() for name, value in state.items() if name.startswith(PREFIX)}
+    if len(sizes) != 1 or not sizes <= _STATE_BYTES - {own.get_state().numel()}:
+        return checkpoint
+    seeds = {name: stream_seed(config.algo.seed, name, resumed=checkpoint.iteration) for name in STREAMS}
+    streams = {f"{PREFIX}{name}": own.manual_seed(seed).get_state() for name, seed in seeds.items()}
+    return replace(checkpoint, content={**checkpoint.content, "state": {**state, **streams}})
+
+
+def _try_state(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> None:
+    """Try optimizers and all other state on a registry like the run's: names, shapes, types, states of generators."""
     try:
-        _lasting_state(config, device).restore(state, lasting=True)
+        _lasting_state(config, device).restore(checkpoint.content["state"], lasting=True)
     except (ValueError, RuntimeError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
-        fix = "set what it was trained with, on the same kind of device"
-        raise ValueError(f"{checkpoint.file} does not fit this run: {reason}; {fix}") from None
+        raise ValueError(f"{checkpoint.file} does not fit this run: {reason}; set what it was trained with") from None
 
 
 def _lasting_state(config: RunConfig, device: torch.device) -> StateRegistry:

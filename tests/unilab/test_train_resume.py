@@ -251,6 +251,17 @@ def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
     assert re.match(re.escape(where) + r"\d+ env steps\n1 episode ", capsys.readouterr().out)
 
 
+def test_what_a_gpu_trained_goes_on_here_with_random_streams_of_its_own(first: Run, tmp_path: Path) -> None:
+    copied = shutil.copytree(first.path, tmp_path / "run", ignore=shutil.ignore_patterns("attempt-*"))
+    content = torch.load(copied / "model_6.pt", weights_only=True)
+    cuda = {name: torch.zeros(16, dtype=torch.uint8) for name in content["state"] if name.startswith("random/")}
+    torch.save(content | {"state": content["state"] | cuda}, copied / "model_6.pt")
+    run = train(f"algo.load_run={copied}", "algo.resume=true", "algo.max_iterations=7", *SAVING)
+    assert (run.code, run.end["iterations"]) == (0, 7)
+    assert run.out.count("random streams begin anew: the checkpoint was trained on another kind of device\n") == 1
+    assert run.checkpoint(7)["state"]["random/update"].numel() == torch.Generator().get_state().numel()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(600)
@@ -349,7 +360,7 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (state(lambda found: found.update({"a\nb": torch.ones(1)})), "this run differ in a b; set what"),
         (state(lambda found: found.update({"actor/adamw_step": torch.ones(2)})), "actor/adamw_step has shape ()"),
         (state(lambda found: found.update({"actor/adamw_step": torch.tensor(1)})), "is torch.float32, the snapshot"),
-        (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "same kind of devi"),
+        (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "has shape (5056,)"),
         (state(lambda found: found["random/update"].zero_()), "run/model_6.pt does not fit this run: "),
         (lambda run: torch.save([1], run / "model_6.pt"), "it must hold a mapping, found list"),
         (truncated, "model_6.pt cannot be read: it is no archive, or its end is missing; name another iteration"),
