@@ -185,14 +185,15 @@ def models_folder(out_dir: Path) -> Path:
 def put_models_beside(out_dir: Path, cell: Cell) -> None:
     """Move weights, policy and video of a run, with its settings, so that `eval` can be asked again there.
 
-    However the run ended; of another trainer nothing is known to be weights.
+    However the run ended; of another trainer nothing is known to be weights. What an error of the disk left is moved by
+    the next call.
     """
     run_dir, kept = out_dir / cell.run, models_folder(out_dir) / cell.id
     found = [] if cell.foreign else [path for pattern in KEPT_THERE for path in run_dir.glob(pattern)]
     if not found:
         return
     kept.mkdir(parents=True, exist_ok=True)
-    if (run_dir / CONFIG_FILE).exists():
+    if (run_dir / CONFIG_FILE).exists() and not (kept / CONFIG_FILE).exists():
         shutil.copy2(run_dir / CONFIG_FILE, kept)
     for path in found:
         shutil.move(path, kept / path.name)

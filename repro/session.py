@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,7 +248,8 @@ def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
     if plan.matrix.evaluate:
         no_evaluation, stopped = record_evaluation(plan.matrix, cell, ended, environment, out_dir, grace, run)
         interrupted |= stopped
-    put_models_beside(out_dir, cell)
+    with contextlib.suppress(OSError):  # tried again when the page is written; the run was good all the same
+        put_models_beside(out_dir, cell)
     redacted = _redact(out_dir, cell)
     entry = journal.write(
         "cell_ended",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -22,6 +24,7 @@ from repro.errors import UsageError
 from repro.evaluation import Samples, measures, models_folder
 from repro.evidence import read_evidence
 from repro.headline import headline
+from repro.journal import read_journal
 from repro.layout import REPORT_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.matrix import parse_matrix
@@ -209,6 +212,24 @@ def test_weights_of_a_failed_run_leave_the_report_and_do_not_mix_with_those_of_t
         "exact_r1": ["config.json", "model_40.pt"],
         "exact_r1.1": ["config.json", "model_40.pt", "play_video.mp4"],
     }
+
+
+def test_a_full_disk_while_weights_are_moved_costs_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so and ends with 1; with --resume it goes on with the move alone."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation.shutil, "move", full)
+        code, out = run(tmp_path, monkeypatch, text=unjudged())
+    assert code == 1 and not (out / "MANIFEST.sha256").exists()
+    assert f"No space left on device; what was reached is in {out}: " in capsys.readouterr().err
+    assert run(tmp_path, monkeypatch, text=unjudged(), flags=("--resume",))[0] == 0
+    assert [entry.event for entry in read_journal(out)].count("cell_started") == 1
+    assert not list(out.rglob("*.pt")) and weights_of(out) == {"exact_r1": ["config.json", "model_40.pt"]}
 
 
 @pytest.mark.parametrize(
