@@ -7,7 +7,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, NoReturn
 
 from repro import text
@@ -15,9 +17,12 @@ from repro.ceiling import Ceiling, run_ceiling
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
 from repro.launch import Ended, run_cell, trainer_environment
+from repro.layout import TELEMETRY_DIR
 from repro.place import Cpu, usable_cpus
 from repro.plan import CEILING_SNAPSHOTS, VISIBLE_DEVICES
 from repro.schema import Strict, canonical_json
+from repro.spin import NOISE_LIMIT
+from repro.telemetry import Sampler, read_telemetry
 from unilab.names import EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, STATES_FILE
 
 PROFILES = ("reference", "exact", "fast")
@@ -62,6 +67,8 @@ class PhysicsBench(Strict):
         mujoco: Version of the engine.
         cpu_model: Name of the CPU.
         c_loop_reason: Why there is no C loop, or None.
+        foreign_share: Work of other processes meanwhile as a share of the CPUs that may be used; None where the system
+            does not say.
         rows: Every measurement.
     """
 
@@ -72,6 +79,7 @@ class PhysicsBench(Strict):
     mujoco: str
     cpu_model: str
     c_loop_reason: str | None
+    foreign_share: float | None
     rows: tuple[PhysicsRow, ...]
 
 
@@ -109,13 +117,16 @@ def bench_physics(
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         folder = Path(name)
         states = arguments.states or _record(folder, host, environment, trainer)
-        for profile in profiles:
-            for count in counts:
+        telemetry = folder / TELEMETRY_DIR / "bench.jsonl"
+        with Sampler(telemetry, (), ()) as sampler:
+            for profile, count in product(profiles, counts):
                 cpus = usable[:count] if sys.platform == "linux" else None
                 options = ("--profile", profile, "--c-loop")
                 ended, ceiling = run_ceiling(states.absolute(), cpus, environment, folder, arguments.seconds, *options)
                 found.append(_required(ended, ceiling))
-    return _summary(found)
+        samples = read_telemetry(telemetry, sampler.count)
+    foreign = [sample.foreign_cpus for sample in samples if sample.foreign_cpus is not None]
+    return _summary(found, fmean(foreign) / len(usable) if foreign else None)
 
 
 def physics_lines(found: PhysicsBench) -> list[str]:
@@ -138,6 +149,17 @@ def physics_lines(found: PhysicsBench) -> list[str]:
         f"MuJoCo {found.mujoco}, {found.cpu_model}",
         text.plain_table(headers, rows, "rllrrr"),
         *([] if found.c_loop_reason is None else [f"no C loop: {found.c_loop_reason}"]),
+        *_noise(found.foreign_share),
+    ]
+
+
+def _noise(foreign_share: float | None) -> list[str]:
+    """One line where other work took so much of the CPUs that the rates are not the host's own."""
+    if foreign_share is None or foreign_share <= NOISE_LIMIT:
+        return []
+    return [
+        f"NOISY: work of other processes took {text.percent(foreign_share)} of the CPUs meanwhile, the limit is "
+        f"{text.percent(NOISE_LIMIT)}; end it and measure again"
     ]
 
 
@@ -198,7 +220,7 @@ def _fail(ended: Ended, what: str) -> NoReturn:
     raise ChildProcessError(message)
 
 
-def _summary(found: list[Ceiling]) -> PhysicsBench:
+def _summary(found: list[Ceiling], foreign_share: float | None) -> PhysicsBench:
     first = found[0]
     return PhysicsBench(
         schema_version=1,
@@ -208,6 +230,7 @@ def _summary(found: list[Ceiling]) -> PhysicsBench:
         mujoco=first.mujoco,
         cpu_model=first.cpu_model,
         c_loop_reason=first.c_loop_reason,
+        foreign_share=foreign_share,
         rows=tuple(map(_row, found)),
     )
 

@@ -18,7 +18,7 @@ from repro.errors import HostUnfitError, UsageError
 from repro.events import Refusal
 from repro.host import find_host
 from repro.launch import run_cell, trainer_environment
-from repro.matrix import check_overrides, load_matrix
+from repro.matrix import FEWEST_POINTS, check_overrides, load_matrix
 from repro.output import require_new
 from repro.plan import TRAINER, VISIBLE_DEVICES
 from repro.schema import Strict, canonical_json, read_model
@@ -41,7 +41,6 @@ LEARNER = (sys.executable, "-m", "unilab.bench", "learner")
 NAMES = ("--task", "g1_walk_flat", "--sim", "mujoco")
 SMOKE = "training.smoke=true"
 TIMEOUT = 1200.0
-FEWEST_ITERATIONS = 20  # below, a run gives no number
 # Tags by stage. Those of the pool follow each other, so they and their remainder make up the tick; those of the carrier
 # happen beside the other group's step, where there are two groups, and else while the pool is idle.
 POOL = {"idle": ACTION_WAIT_MS, "inside step": BACKEND_MS}
@@ -164,8 +163,8 @@ def bench_learner(arguments: argparse.Namespace) -> LearnerBench:
 
 def bench_tick(arguments: argparse.Namespace, trainer: Sequence[str]) -> TickBench:
     """Tail means of a short training run, whose folder is removed."""
-    if arguments.iterations < FEWEST_ITERATIONS:
-        raise UsageError(f"--iterations {arguments.iterations}: must be at least {FEWEST_ITERATIONS}")
+    if arguments.iterations < FEWEST_POINTS:
+        raise UsageError(f"--iterations {arguments.iterations}: must be at least {FEWEST_POINTS}")
     setup = _set_up(arguments)
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"

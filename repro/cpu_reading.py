@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection
@@ -47,17 +48,17 @@ class CpuReader:
 
     def __init__(self, cpu_ids: Collection[int], stat: Path = STAT) -> None:
         self._own, self._stat = frozenset(cpu_ids), stat
-        self._before, self._spent, self._when = read_times(stat), _spent_by_process(), time.monotonic()
+        self._before, self._spent, self._when = read_times(stat), own_seconds(), time.monotonic()
 
     def read(self) -> CpuLoad:
         """The load since the last call, or since the start."""
-        times, spent, when = read_times(self._stat), _spent_by_process(), time.monotonic()
+        times, spent, when = read_times(self._stat), own_seconds(), time.monotonic()
         passed = {
             cpu: CpuTimes(found.busy - self._before[cpu].busy, found.total - self._before[cpu].total)
             for cpu, found in times.items()
             if cpu in self._before
         }
-        seconds, worked = when - self._when, _worked(self._spent, spent)
+        seconds, worked = when - self._when, max(0.0, spent - self._spent)
         self._before, self._spent, self._when = times, spent, when
         own, other = ([passed[cpu] for cpu in passed if (cpu in self._own) is mine] for mine in (True, False))
         busy = sum(found.busy for found in passed.values()) / TICKS
@@ -82,18 +83,12 @@ def _share(times: list[CpuTimes]) -> float | None:
     return round(sum(found.busy for found in times) / total, 3) if total > 0 else None
 
 
-def _spent_by_process() -> dict[int, float]:
-    """CPU seconds of this process and of all it started, by process id."""
-    found: dict[int, float] = {}
+def own_seconds() -> float:
+    """CPU seconds of this process and of all it started; one that ended counts with the process that waited for it."""
+    seconds = 0.0
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:
-        try:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
             times = process.cpu_times()
-        except psutil.Error:  # it ended meanwhile
-            continue
-        found[process.pid] = times.user + times.system
-    return found
-
-
-def _worked(before: dict[int, float], now: dict[int, float]) -> float:
-    return sum(seconds - before.get(pid, 0.0) for pid, seconds in now.items())
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds

@@ -157,7 +157,7 @@ def _alike(one: float | None, other: float | None) -> bool:
 def record_evaluation(
     matrix: Matrix, cell: Cell, ended: Ended, environment: Mapping[str, str], out_dir: Path, grace: float, run: Runner
 ) -> tuple[str | None, bool]:
-    """Evaluate the policy of a cell whose trainer just ended; its weights go to the folder beside the report.
+    """Evaluate the policy of a cell whose trainer just ended.
 
     Returns:
         Why there is no evaluation, or None; and whether the user interrupted it.
@@ -170,7 +170,6 @@ def record_evaluation(
         log = Path(name) / "logs" / "eval.log"
         log.parent.mkdir()
         found = run(command, environment, out_dir, log, LIMIT_SECONDS, grace)
-    _put_models_beside(out_dir, cell)
     failed = found.outcome != "exited" or found.exit_code != EXIT_OK
     return (found.reason or f"eval ended with exit code {found.exit_code}") if failed else None, (
         found.outcome == "interrupted"
@@ -183,15 +182,28 @@ def models_folder(out_dir: Path) -> Path:
     return folder.with_name(folder.name + MODELS)
 
 
-def _put_models_beside(out_dir: Path, cell: Cell) -> None:
-    """Move weights, policy and video of a run, with its settings, so that `eval` can be asked again there."""
+def put_models_beside(out_dir: Path, cell: Cell) -> None:
+    """Move weights, policy and video of a run, with its settings, so that `eval` can be asked again there.
+
+    However the run ended; of another trainer nothing is known to be weights. What an error of the disk left is moved by
+    the next call.
+    """
     run_dir, kept = out_dir / cell.run, models_folder(out_dir) / cell.id
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir(parents=True)
-    shutil.copy2(run_dir / CONFIG_FILE, kept)
-    for pattern in KEPT_THERE:
-        for path in run_dir.glob(pattern):
-            shutil.move(path, kept / path.name)
+    found = [] if cell.foreign else [path for pattern in KEPT_THERE for path in run_dir.glob(pattern)]
+    if not found:
+        return
+    kept.mkdir(parents=True, exist_ok=True)
+    if (run_dir / CONFIG_FILE).exists() and not (kept / CONFIG_FILE).exists():
+        shutil.copy2(run_dir / CONFIG_FILE, kept)
+    for path in found:
+        shutil.move(path, kept / path.name)
+
+
+def put_models_aside(out_dir: Path, cell: Cell, attempt: str) -> None:
+    """Keep the weights of an attempt that is run again under its own name, so that none of two attempts mix."""
+    kept = models_folder(out_dir) / cell.id
+    if kept.exists():
+        kept.rename(kept.with_name(attempt))
 
 
 def read_evaluation(run_dir: Path, matrix: Matrix, env_steps: int) -> Evaluation:

@@ -35,7 +35,7 @@ from repro.manifest import file_sha256, list_files
 from repro.plan import Cell, Plan, case_of, check_plan
 from repro.run_files import flatten, read_json
 from repro.schema import read_canonical
-from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file
+from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file, require_same_host
 from repro.telemetry import Sample, read_telemetry
 from repro.throughput import Throughput, measure
 from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EXIT_USAGE, MANIFEST_FILE
@@ -130,7 +130,7 @@ def read_evidence(out_dir: Path) -> Evidence:
     telemetry = {cell.id: _telemetry(out_dir, cell, ended.get(cell.id)) for cell in plan.cells if cell.id not in moved}
     started = {entry.cell for entry in journal if entry.event == "cell_started"}
     probes = read_probes(out_dir, plan, journal)
-    _require_same_torch(probes, host)
+    require_same_host(probes, host)
     stop = _stop(journal, probes)
     cells = tuple(_judge(out_dir, plan, cell, cell.id in started, ended.get(cell.id), stop) for cell in plan.cells)
     inputs = hash_inputs(out_dir)
@@ -147,15 +147,6 @@ def unowned(out_dir: Path, plan: Plan) -> list[str]:
     strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
     kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}
     return [f"{name}: belongs to no {kind} of {PLAN_FILE}" for name, kind in kinds.items()]
-
-
-def _require_same_torch(probes: tuple[ProbeEvidence, ...], host: Host) -> None:
-    """Refuse a probe of another torch than the session's; builds, as in `+cu130`, are not named everywhere."""
-    for probe in probes:
-        found = None if probe.findings is None else probe.findings.versions.get("torch")
-        recorded = host.versions.get("torch")
-        if None not in (found, recorded) and f"{found}".partition("+")[0] != f"{recorded}".partition("+")[0]:
-            raise UsageError(f"{record_file(probe.name)} is of torch {found}, {HOST_FILE} says {recorded}")
 
 
 def judge_cell(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEvidence:

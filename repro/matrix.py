@@ -22,6 +22,7 @@ from pydantic import (
 from repro.errors import UsageError
 from repro.foreign import ForeignKeys
 from repro.schema import Strict, nearest, parse_model, plain_line
+from repro.text import count_of
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=40)]
 ProbeName = Literal["correctness", "communication", "nccl-capture"]
@@ -33,9 +34,12 @@ Workers = Annotated[int, Field(ge=1, le=65536)] | Literal["default", "all_but_on
 FIXED_WORK = ("algo.num_envs", "algo.batch_size")  # what all ranks together keep in strong scaling
 MOST_RANKS = 1024
 MOST_ITERATIONS, MOST_REPEATS, MOST_SECONDS, MOST_EPISODES = 10**9, 10**4, 1e9, 4096
+FEWEST_POINTS = 20  # events that a rate needs
+LOG_INTERVAL = "training.log_interval"  # iterations between two events; the last one is always written
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(plain_line)]
+WHOLE = re.compile(r"[0-9]{1,18}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
@@ -284,8 +288,14 @@ class Matrix(Strict):
 
     def _total(self, case: Case, key: str) -> int | None:
         """What an override of each rank makes of all ranks of a case, or None where it sets no whole number."""
-        values = [word.partition("=")[2] for word in (*self.overrides, *case.overrides) if word.startswith(f"{key}=")]
-        return int(values[-1]) * max(1, len(case.gpus)) if values and values[-1].isdecimal() else None
+        each = self.setting(case, key)
+        return None if each is None else each * max(1, len(case.gpus))
+
+    def setting(self, case: Case, key: str) -> int | None:
+        """What the last override of a key sets for a case, or None where that is no whole number."""
+        words = (word.lstrip("+") for word in (*self.overrides, *case.overrides))
+        values = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
+        return int(values[-1]) if values and WHOLE.fullmatch(values[-1]) else None
 
     @model_validator(mode="after")
     def _distinct_probes(self) -> Self:
@@ -399,7 +409,7 @@ def adjust(matrix: Matrix, iterations: int | None, repeats: int | None, override
     """Apply the command line's changes; ``None`` keeps the matrix's value.
 
     Raises:
-        UsageError: If a number is out of range or an override is malformed.
+        UsageError: If a number is out of range, an override is malformed, or a run would be too short for a rate.
     """
     for flag, value, most in (
         ("--iterations", iterations, MOST_ITERATIONS),
@@ -409,10 +419,26 @@ def adjust(matrix: Matrix, iterations: int | None, repeats: int | None, override
             raise UsageError(f"{flag} {value}: must be at least 1")
         if value is not None and value > most:
             raise UsageError(f"{flag} {value}: must be at most {most}")
-    return matrix.model_copy(
+    changed = matrix.model_copy(
         update={
             "iterations": matrix.iterations if iterations is None else iterations,
             "repeats": matrix.repeats if repeats is None else repeats,
             "overrides": (*matrix.overrides, *check_overrides(overrides)),
         }
     )
+    _require_points(changed)
+    return changed
+
+
+def _require_points(matrix: Matrix) -> None:
+    """Refuse iterations that log too few events for a rate; what another trainer logs is not known."""
+    for case in (case for case in matrix.cases if not case.foreign):
+        interval = matrix.setting(case, LOG_INTERVAL) or 1
+        points = -(-matrix.iterations // interval)
+        if points < FEWEST_POINTS:
+            asked = count_of(matrix.iterations, "iteration")
+            every = f" with {LOG_INTERVAL}={interval}" if interval > 1 else ""
+            raise UsageError(
+                f"case {case.name!r} logs {count_of(points, 'event')} in {asked}{every}, a rate needs {FEWEST_POINTS}; "
+                f"type --iterations {(FEWEST_POINTS - 1) * interval + 1} or more"
+            )

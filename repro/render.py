@@ -66,7 +66,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "title": _title(evidence.plan, result.smoke),
         "headline": f"**{headline(result, matrix, evidence.plan.labels)}**",
         "smoke": result.smoke,
-        "question": matrix.reason,
+        "question": text.escaped(matrix.reason),
         "session": _session(evidence),
         "learning": _fill("learning.md.j2", learning_context(evidence, result)).strip() if result.learning else "",
         "groups": _groups(result, matrix.ceiling) if measured else "",
@@ -261,7 +261,7 @@ def _cases(evidence: Evidence) -> str:
             where += f", container {text.cpu_list(cell.cpuset)}"
         gpus = ", ".join(map(str, case.gpus)) or "none"
         asked = f"{case.workers}" if case.pools == 1 else f"{case.pools} pools of {case.workers}"
-        rows.append([case.name, gpus, asked, text.workers(cell.pools), where, case.reason])
+        rows.append([case.name, gpus, asked, text.workers(cell.pools), where, text.escaped(case.reason)])
     headers = ("case", "GPU positions", "workers asked", "workers", "workers' CPUs", "why")
     return markdown_table(headers, rows, "lrrrll")
 

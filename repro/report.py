@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from repro.evaluation import put_models_beside
 from repro.evidence import Evidence, read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
-from repro.layout import FIGURES_DIR, HOST_FILE, REPORT_FILE, RESULT_FILE, is_derived
+from repro.layout import FIGURES_DIR, HOST_FILE, PLAN_FILE, REPORT_FILE, RESULT_FILE, is_derived
 from repro.manifest import check_manifest, list_files, write_manifest
+from repro.plan import Plan
 from repro.redact import remove_unfinished
 from repro.render import render_report
 from repro.result import Result, compute_result
-from repro.schema import canonical_json
+from repro.schema import canonical_json, read_canonical
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +53,13 @@ def derive_report(out_dir: Path, figures: bool = True) -> Report:
 
 
 def write_report(out_dir: Path) -> Report:
-    """Write the derived files of a folder and its hash list; figures that are no longer drawn are removed."""
+    """Write the derived files of a folder and its hash list.
+
+    Figures that are no longer drawn are removed, weights that are still there are moved beside it.
+    """
     remove_unfinished(out_dir)
+    for cell in read_canonical(Plan, out_dir / PLAN_FILE).cells:
+        put_models_beside(out_dir, cell)
     report = derive_report(out_dir)
     for path in out_dir.glob(f"{FIGURES_DIR}/*.svg"):
         if path.relative_to(out_dir).as_posix() not in report.files:

@@ -24,7 +24,6 @@ from repro.plan import Plan, make_plan
 from repro.provenance import find_source
 from repro.schema import canonical_json, read_model
 
-FEWEST_ITERATIONS = 20  # points that a rate needs
 RunPlan = Callable[[argparse.Namespace, Plan, Host, Sequence[str]], int]
 
 
@@ -47,8 +46,6 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
     host, topology = find_host()
     devices = choose_devices(arguments.devices, host)
     matrix = adjust(scaling_matrix(devices), arguments.iterations, None, tuple(arguments.extra_overrides))
-    if matrix.iterations < FEWEST_ITERATIONS:
-        raise UsageError(f"--iterations {matrix.iterations}: a rate needs {FEWEST_ITERATIONS} points, so take more")
     plan = make_plan(matrix, host, topology, find_source(), inherited=list(os.environ), trainer=trainer)
     unfit = [f"{cell.case}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None]
     if unfit:

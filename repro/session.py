@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from repro.attempts import supersede
 from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
 from repro.errors import UsageError
-from repro.evaluation import models_folder, record_evaluation
+from repro.evaluation import models_folder, put_models_aside, put_models_beside, record_evaluation
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
 from repro.foreign_run import clean_folder, foreign_command, foreign_environment
 from repro.host import Host, gpu_label
@@ -221,10 +222,12 @@ def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapp
 
 
 def _put_aside(out_dir: Path, cell: Cell) -> None:
-    """Keep what an earlier attempt of a cell left; one that was cut off still holds names and paths."""
+    """Keep what an earlier attempt of a cell left; one that was cut off still holds weights, names and paths."""
+    put_models_beside(out_dir, cell)
     kept = supersede(out_dir, cell, read_journal(out_dir))
     if kept is not None:
         Redactor(out_dir).folder(kept)
+        put_models_aside(out_dir, cell, kept.name)
 
 
 def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
@@ -245,6 +248,8 @@ def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
     if plan.matrix.evaluate:
         no_evaluation, stopped = record_evaluation(plan.matrix, cell, ended, environment, out_dir, grace, run)
         interrupted |= stopped
+    with contextlib.suppress(OSError):  # tried again when the page is written; the run was good all the same
+        put_models_beside(out_dir, cell)
     redacted = _redact(out_dir, cell)
     entry = journal.write(
         "cell_ended",

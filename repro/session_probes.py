@@ -10,11 +10,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from repro.errors import UsageError
+from repro.host import Host
 from repro.journal import Entry, Journal, read_journal
 from repro.launch import Runner, cell_environment
-from repro.layout import JOURNAL_FILE, LOGS_DIR, PROBES_DIR
+from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PROBES_DIR
 from repro.matrix import ProbeName
-from repro.plan import Cell, Plan
+from repro.plan import Cell, Plan, same_words
 from repro.probe import Asked, Findings, Probed, contradiction, run_probe
 from repro.redact import Redactor
 from repro.schema import Strict, canonical_json, parse_model, read_canonical
@@ -107,6 +108,9 @@ def run_probes(
 
     Returns:
         `passed`, also without a probe; `failed` if any did; `interrupted` as soon as one was.
+
+    Raises:
+        UsageError: If one says that it ran elsewhere than `host.json` does.
     """
     status: Status = "passed"
     passed = {probe.name for probe in read_probes(out_dir, plan, read_journal(out_dir)) if probe.status == "passed"}
@@ -116,6 +120,7 @@ def run_probes(
         if asked.probe in passed:
             continue
         evidence, seconds = _run_one(asked, journal, out_dir, environment, runner(widest))
+        require_same_host((evidence,), read_canonical(Host, out_dir / HOST_FILE))
         say(f"probe {asked.probe}: {evidence.status}, {evidence.detail} ({duration(seconds)})")
         if evidence.status == "interrupted":
             return "interrupted"
@@ -165,6 +170,30 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
             f"{JOURNAL_FILE} has {late}, though probe {unpassed.name!r} {unpassed.status.replace('_', ' ')}"
         )
     return found
+
+
+def require_same_host(probes: tuple[ProbeEvidence, ...], host: Host) -> None:
+    """Refuse a probe with another torch, NCCL, driver or GPU than the session's, as far as both are recorded.
+
+    Raises:
+        UsageError: Naming the first difference.
+    """
+    recorded = {**host.versions, "driver": host.driver}
+    gpus = dict.fromkeys(gpu.name for gpu in host.gpus)
+    for name, found in ((record_file(probe.name), probe.findings) for probe in probes):
+        for what, version in found.versions.items() if found is not None else ():
+            said = recorded.get(what)
+            if said is not None and not _same_version(version, said):
+                raise UsageError(f"{name} is of {what} {version}, {HOST_FILE} says {said}")
+        for device in found.devices if found is not None and not found.smoke else ():
+            if not any(same_words([gpu], [device.partition(" MIG ")[0]]) for gpu in gpus):
+                raise UsageError(f"{name} is of GPU {device}, {HOST_FILE} says {', '.join(gpus) or 'none'}")
+
+
+def _same_version(one: str, other: str) -> bool:
+    """Builds, as in `2.11.0+cu130`, and patches of a package, as in `2.26.2.post1`, are not named everywhere."""
+    short, long = sorted((one.partition("+")[0], other.partition("+")[0]), key=len)
+    return f"{long}.".startswith(f"{short}.")
 
 
 def _widest(plan: Plan) -> Cell:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 NOTHING = "\N{EN DASH}"
+# Letters that Markdown or GitHub's kind of it may take for markup; an underscore is none inside a word.
+MARKUP = re.compile(r"[\\`*\[\]<&~$]|(?<![^\W_])_|_(?![^\W_])")
+MARKUP_AT_START = re.compile(r"^(\d*)([-+.)#>])")  # of a list, a heading, a quotation
 
 
 def rate(value: float | None) -> str:
@@ -88,6 +92,11 @@ def workers(cpus: Sequence[Sequence[int]]) -> str:
 def count_of(count: int, singular: str, plural: str | None = None) -> str:
     """A count with its noun, as in ``1 run`` or ``3 runs``."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def escaped(words: str) -> str:
+    """A user's words in Markdown that shows them as they are; their vertical bars are left to `markdown_table`."""
+    return MARKUP_AT_START.sub(r"\1\\\2", MARKUP.sub(r"\\\g<0>", words.strip()))
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:

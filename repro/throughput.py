@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
+from repro.matrix import FEWEST_POINTS
 from repro.run_files import MOST, RunEnd, find_count, read_json, read_progress, read_run_end
 from repro.steadiness import Steadiness, steadiness, trend_note
 from unilab.names import (
@@ -140,7 +141,11 @@ class Throughput:
 
 
 def measure(
-    run_dir: Path, tail: float = 0.5, tag: str = TOTAL_FPS, min_points: int = 20, require_run_end: bool = True
+    run_dir: Path,
+    tail: float = 0.5,
+    tag: str = TOTAL_FPS,
+    min_points: int = FEWEST_POINTS,
+    require_run_end: bool = True,
 ) -> Throughput:
     """Measure one run.
 
@@ -178,7 +183,7 @@ def measure(
     return _throughput(log, series, window, tag, tail, end, _learner_rows_per_second(run_dir, log, window), notes)
 
 
-def measure_events(log: EventLog, tag: str, tail: float = 0.5, min_points: int = 20) -> Throughput:
+def measure_events(log: EventLog, tag: str, tail: float = 0.5, min_points: int = FEWEST_POINTS) -> Throughput:
     """Measure one run of another program by one tag of its events; whatever else it left is not read.
 
     Args:

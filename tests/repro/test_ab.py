@@ -175,6 +175,7 @@ def test_the_working_tree_is_compared_with_its_changes(
         (["HEAD~1", "HEAD", "--matrix", "learning"], 2, "--matrix learning asks what policies learn and gives no"),
         (["HEAD~1", "HEAD", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["HEAD~1", "HEAD", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
+        (["HEAD~1", "HEAD", "--iterations", "19"], 2, "case 'a' logs 19 events in 19 iterations, a rate needs 20; "),
         (["HEAD~1", "HEAD", "--override", "a"], 2, "override 'a' is not key=value"),
         (["HEAD~1", "HEAD", "--matrix", "single"], 3, "nothing was started: asks for GPU position 0"),
         (["HEAD~1", "HEAD", "--require-gpu"], 3, "--require-gpu: the driver lists no GPU"),

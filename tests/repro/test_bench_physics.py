@@ -15,6 +15,7 @@ from repro.bench_physics import PhysicsBench, _worker_counts, bench_physics, phy
 from repro.cli import main
 from repro.host import find_host
 from repro.schema import parse_model
+from repro.telemetry import Sample
 from unilab.names import STATES_FILE
 
 QUICK = ("--workers", "1", "--profiles", "exact", "--seconds", "0.1")
@@ -27,12 +28,19 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_each_profile_and_worker_count_has_a_row(states: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_profile_and_worker_count_has_a_row(
+    states: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And other work is what the samples of the host say, here the mean of two that know it."""
+    samples = tuple(Sample(seconds=i, foreign_cpus=cpus) for i, cpus in enumerate((0.5, None, 0.1), start=1))
+    monkeypatch.setattr("repro.bench_physics.read_telemetry", lambda path, count: samples if count else ())
+    monkeypatch.setattr("repro.bench_physics.usable_cpus", lambda *_: find_host()[0].allowed_cpus[:1])
     flags = ["--states", str(states), "--workers", "1", "--profiles", "fast,exact", "--seconds", "0.1"]
     assert main(["bench", "physics", *flags, "--json"]) == 0
     found = parse_model(PhysicsBench, capfd.readouterr().out, "stdout")
     assert [(row.profile, row.workers) for row in found.rows] == [("fast", 1), ("exact", 1)]
     assert (found.num_envs, found.snapshots, found.decimation) == (4, 2, 3)
+    assert found.foreign_share == pytest.approx(0.3)
     for row in found.rows:
         assert row.env_steps_per_second > 0
         if row.c_loop_env_steps_per_second is None:
@@ -51,7 +59,7 @@ def test_the_table_names_what_was_stepped_and_why_there_is_no_c_loop(states: Pat
         json.dumps(
             {
                 **{"schema_version": 1, "num_envs": 64, "snapshots": 8, "decimation": 3, "mujoco": "4.0.0"},
-                **{"cpu_model": "A CPU", "c_loop_reason": "no C compiler", "rows": [row]},
+                **{"cpu_model": "A CPU", "c_loop_reason": "no C compiler", "rows": [row], "foreign_share": 0.05},
             }
         ),
         "test",
@@ -60,6 +68,12 @@ def test_the_table_names_what_was_stepped_and_why_there_is_no_c_loop(states: Pat
     assert title == "mj_step ceiling: 8 recorded states of 64 environments, 3 physics steps each, MuJoCo 4.0.0, A CPU"
     assert table.splitlines()[1].split() == ["2", "0-1", "exact", "9,876", "\N{EN DASH}", "\N{EN DASH}"]
     assert reason == "no C loop: no C compiler"
+    noisy = physics_lines(found.model_copy(update={"foreign_share": 0.0512}))
+    assert noisy[:-1] == [title, table, reason]
+    assert noisy[-1] == (
+        "NOISY: work of other processes took 5.1 % of the CPUs meanwhile, the limit is 5.0 %; end it and measure again"
+    )
+    assert physics_lines(found.model_copy(update={"foreign_share": None})) == [title, table, reason]
 
 
 def test_without_states_a_short_training_records_them(capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,5 +145,7 @@ def test_a_bench_needs_its_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cpus_of_a_bench_are_those_that_a_cell_would_get(states: Path) -> None:
     host, topology = find_host()
     arguments = build_parser().parse_args(["bench", "physics", "--states", str(states), *QUICK])
-    (row,) = bench_physics(arguments, host, topology, ("/nonexistent",)).rows
+    found = bench_physics(arguments, host, topology, ("/nonexistent",))
+    (row,) = found.rows
+    assert (found.foreign_share is not None) == (sys.platform == "linux")
     assert row.cpu_ids == (host.allowed_cpus[:1] if sys.platform == "linux" else None)

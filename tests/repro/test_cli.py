@@ -108,6 +108,8 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),
         (["plan", "--matrix", "smoke", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
         (["run", "--matrix", "smoke", "--override", "a"], 2, "override 'a' is not key=value"),
+        (["run", "--matrix", "smoke", "--iterations", "19"], 2, "case 'workers1' logs 19 events in 19 iterations, "),
+        (["plan", "--matrix", "learning", "--iterations", "95"], 2, "a rate needs 20; type --iterations 96 or more"),
         (["run", "--matrix", "smoke", "--timeout", "-1"], 2, "--timeout -1: must be above 0 seconds"),
         (["run", "--matrix", "smoke", "--prefix", "A"], 2, "--prefix 'A': use small letters"),
         (["run", "--matrix", "auto", "--require-gpu"], 3, "--require-gpu: the driver lists no GPU"),

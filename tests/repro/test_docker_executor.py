@@ -350,11 +350,12 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_host_is_that_of_the_suite_with_the_versions_of_the_image(engine: FakeEngine) -> None:
     outside, _ = make_host(environment={"NCCL_DEBUG": "INFO"})
-    outside = outside.model_copy(update={"versions": {"torch": "1", "matplotlib": "3.11"}})
-    inside = {"torch": "2+cpu", "matplotlib": "9", "python": "3.12"}
+    outside = outside.model_copy(update={"versions": {"torch": "1", "matplotlib": "3.11", "nccl": "2.28.9"}})
+    inside = {"torch": "2+cpu", "matplotlib": "9", "python": "3.12", "nccl": "2.29.7"}
     engine.output = make_host(versions=inside, compiler="cc")[0].model_dump_json().encode()
     found: Host = DockerExecutor(engine, FACTS).host_inside(outside)
     assert (found.versions["torch"], found.versions["matplotlib"]) == ("2+cpu", "3.11")  # figures are drawn outside
+    assert found.versions["nccl"] == "2.29.7"
     assert (found.compiler, found.environment) == ("cc", {})
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -22,6 +24,7 @@ from repro.errors import UsageError
 from repro.evaluation import Samples, measures, models_folder
 from repro.evidence import read_evidence
 from repro.headline import headline
+from repro.journal import read_journal
 from repro.layout import REPORT_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.matrix import parse_matrix
@@ -53,13 +56,19 @@ def one_case() -> str:
     return text
 
 
-def run(folder: Path, patch: pytest.MonkeyPatch, samples: Any = EPISODES, text: str | None = None) -> tuple[int, Path]:
+def run(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    samples: Any = EPISODES,
+    text: str | None = None,
+    flags: tuple[str, ...] = (),
+) -> tuple[int, Path]:
     patch.setattr(evaluation, "PROGRAM", (sys.executable, str(Path(fake_eval.__file__))))
     patch.setenv("FAKE_EPISODES", samples if isinstance(samples, str) else json.dumps(samples))
     patch.setenv("FAKE_LENGTH", "1000")
     matrix, out = folder / "judged.toml", folder / "out"
     matrix.write_text(text or one_case())
-    code = main(["run", "--matrix", str(matrix), "--out", str(out), "--iterations", "40"], trainer=TRAINER)
+    code = main(["run", "--matrix", str(matrix), "--out", str(out), "--iterations", "40", *flags], trainer=TRAINER)
     return code, out
 
 
@@ -161,7 +170,66 @@ def test_an_evaluation_that_fails_leaves_the_matrix_incomplete(tmp_path: Path, m
     (cell,) = result_of(out).cells
     assert cell.status == "refused" and cell.reason is not None
     assert cell.reason.startswith("no_evaluation: exit code 1") and "eval: the policy is missing" in cell.reason
+    assert not list(out.rglob("*.pt"))
     assert verify([out], lambda line: None)
+
+
+def unjudged(warmup: int = 0) -> str:
+    """The same matrix without an evaluation."""
+    text = one_case()
+    for old, new in {"evaluate = 4\n": "", "warmup = 0": f"warmup = {warmup}"}.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def weights_of(out: Path) -> dict[str, list[str]]:
+    return {folder.name: sorted(path.name for path in folder.iterdir()) for folder in models_folder(out).iterdir()}
+
+
+def test_weights_of_warm_ups_and_of_runs_that_are_not_judged_leave_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out = run(tmp_path, monkeypatch, text=unjudged(warmup=1))
+    assert code == 0 and not list(out.rglob("*.pt"))
+    kept = ["config.json", "model_40.pt"]
+    assert weights_of(out) == {"exact_r1": kept, "warmup1_exact": kept}
+
+
+def test_weights_of_a_failed_run_leave_the_report_and_do_not_mix_with_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that a killed session left behind."""
+    monkeypatch.setenv("FAKE_MODE", "crash")
+    code, out = run(tmp_path, monkeypatch)
+    assert code == 4 and not list(out.rglob("*.pt"))
+    (out / "MANIFEST.sha256").unlink()
+    (out / "runs" / "exact_r1" / "play_video.mp4").write_bytes(b"a video")
+    monkeypatch.setenv("FAKE_MODE", "ok")
+    assert run(tmp_path, monkeypatch, flags=("--resume",))[0] == 0
+    assert not list(out.rglob("*.pt")) and not list(out.rglob("*.mp4"))
+    assert weights_of(out) == {
+        "exact_r1": ["config.json", "model_40.pt"],
+        "exact_r1.1": ["config.json", "model_40.pt", "play_video.mp4"],
+    }
+
+
+def test_a_full_disk_while_weights_are_moved_costs_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so and ends with 1; with --resume it goes on with the move alone."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation.shutil, "move", full)
+        code, out = run(tmp_path, monkeypatch, text=unjudged())
+    assert code == 1 and not (out / "MANIFEST.sha256").exists()
+    assert f"No space left on device; what was reached is in {out}: " in capsys.readouterr().err
+    assert run(tmp_path, monkeypatch, text=unjudged(), flags=("--resume",))[0] == 0
+    assert [entry.event for entry in read_journal(out)].count("cell_started") == 1
+    assert not list(out.rglob("*.pt")) and weights_of(out) == {"exact_r1": ["config.json", "model_40.pt"]}
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], m
 
 
 def test_the_command_line_changes_a_matrix_within_its_limits() -> None:
-    changed = adjust(parse_matrix(TOY, "toy.toml"), 7, 5, ("algo.gamma=0.9",))
-    assert (changed.iterations, changed.repeats, changed.overrides) == (7, 5, ("algo.gamma=0.9",))
+    changed = adjust(parse_matrix(TOY, "toy.toml"), 27, 5, ("algo.gamma=0.9",))
+    assert (changed.iterations, changed.repeats, changed.overrides) == (27, 5, ("algo.gamma=0.9",))
     with pytest.raises(UsageError, match="--repeats 0: must be at least 1"):
         adjust(changed, None, 0, ())
     with pytest.raises(UsageError, match=r"--iterations 10{400}: must be at most 1000000000"):
@@ -157,6 +157,37 @@ def test_the_command_line_changes_a_matrix_within_its_limits() -> None:
         adjust(changed, None, None, ("a.b=\udcff",))  # a byte of the command line that is not UTF-8
     with pytest.raises(UsageError, match=r"training\.smoke is set by the suite"):
         adjust(changed, None, None, ("training.smoke=false",))
+
+
+@pytest.mark.parametrize(
+    ("text", "iterations", "overrides", "message"),
+    [
+        (TOY, 19, (), "case 'slow' logs 19 events in 19 iterations, a rate needs 20; type --iterations 20 or more"),
+        (TOY, 1, (), "case 'slow' logs 1 event in 1 iteration, a rate needs 20; type --iterations 20 or more"),
+        (TOY.replace("iterations = 40", "iterations = 9"), None, (), "'slow' logs 9 events in 9 iterations, a rate"),
+        (
+            TOY.replace('"fast"\nreason', '"fast"\noverrides = ["training.log_interval=3"]\nreason'),
+            *(57, (), "case 'fast' logs 19 events in 57 iterations with training.log_interval=3, a rate needs 20; "),
+        ),
+        (TOY, 95, ("training.log_interval=5",), "training.log_interval=5, a rate needs 20; type --iterations 96 or "),
+    ],
+)
+def test_too_few_iterations_for_a_rate_are_refused(
+    text: str, iterations: int | None, overrides: tuple[str, ...], message: str
+) -> None:
+    matrix = parse_matrix(text, "toy.toml")
+    with pytest.raises(UsageError) as caught:
+        adjust(matrix, iterations, None, overrides)
+    assert message in str(caught.value)
+    assert adjust(matrix, 96, None, overrides).iterations == 96
+
+
+def test_the_last_log_interval_counts_and_what_another_trainer_logs_is_not_known() -> None:
+    overrides = ("training.log_interval=5", "++training.log_interval=1")
+    matrix = adjust(parse_matrix(TOY, "toy.toml"), 20, None, overrides)
+    foreign = {"command": ("theirs", "{run_dir}"), "event_tag": "rollout/fps", "step_axis": 64}
+    cases = tuple(case.model_copy(update=foreign) for case in matrix.cases)
+    assert adjust(matrix.model_copy(update={"cases": cases}), 1, None, ()).iterations == 1
 
 
 def test_comparison_names_are_unique() -> None:

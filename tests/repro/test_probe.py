@@ -34,7 +34,7 @@ from repro.plan import PROBE_ESTIMATE_SECONDS, make_plan
 from repro.probe import ESSENTIAL, Asked, Findings
 from repro.result import Result
 from repro.schema import canonical_json, parse_model, read_model
-from repro.session_probes import planned_probes, probe_variables
+from repro.session_probes import ProbeEvidence, planned_probes, probe_variables, require_same_host
 from repro.verify import verify
 from unilab.probes.__main__ import PROBES
 from unilab.probes.nccl_capture import CASES
@@ -601,6 +601,60 @@ def test_a_change_is_found_though_hashes_fit(
     write_manifest(out)
     passed, lines = checked(out)
     assert not passed and problem in lines, lines
+
+
+def test_a_probe_of_another_host_ends_the_session_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = make_host(versions={"torch": "1.0.0"})
+    monkeypatch.setattr("repro.cli.find_host", lambda: host)
+    code, out = run_session(tmp_path, matrix_text({"a": {}}, extra=BOTH))
+    assert code == 2 and not list((out / "runs").iterdir())
+    error = capsys.readouterr().err
+    assert error == f"repro: {RECORD} is of torch {fake_probe.TORCH}, host.json says 1.0.0\n"
+
+
+H200 = {"smoke": False, "backend": "nccl", "world_size": 1, "devices": ["NVIDIA H200"]}
+VERSIONS = {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.29.7", "driver": "600.1"}
+
+
+def of_host(changes: dict[str, Any]) -> None:
+    """Compare a probe on one H200 with a host of it."""
+    versions = {"torch": "2.13.0", "nccl": "2.29.7.post1"}
+    host, _ = make_host(gpu_count=1, versions=versions)
+    findings = parse_model(Findings, content(**{**H200, "versions": VERSIONS, **changes}), "f")
+    require_same_host((ProbeEvidence("correctness", "passed", "", findings), NO_FINDINGS), host)
+
+
+NO_FINDINGS = ProbeEvidence("communication", "failed", "no end after 1 s")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"versions": {}}, {"devices": ["NVIDIA H200 MIG 1g.18gb"]}),
+        {"devices": ["NVIDIA <host>"]},  # where the machine is called as its GPU
+        {"smoke": True, "backend": "gloo", "devices": ["cpu"], "versions": {"torch": "2.13.0"}},
+    ],
+)
+def test_a_probe_of_the_sessions_host_fits(changes: dict[str, Any]) -> None:
+    of_host(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"versions": {"torch": "2.11.0+cu130"}}, "torch 2.11.0+cu130, host.json says 2.13.0"),
+        ({"versions": {"nccl": "2.29.70"}}, "nccl 2.29.70, host.json says 2.29.7.post1"),
+        ({"versions": {"driver": "600.10"}}, "driver 600.10, host.json says 600.1"),
+        ({"devices": ["NVIDIA H100"]}, "GPU NVIDIA H100, host.json says NVIDIA H200"),
+        ({"world_size": 2, "devices": ["NVIDIA H200", "NVIDIA H200 NVL"]}, "GPU NVIDIA H200 NVL, host.json says"),
+    ],
+)
+def test_a_probe_of_another_host_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        of_host(changes)
+    assert f"{RECORD} is of {problem}" in str(caught.value)
 
 
 def test_a_termination_ends_the_command_as_ctrl_c_does(

@@ -16,10 +16,12 @@ import repro.render
 from repro.evidence import read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
 from repro.headline import headline
-from repro.plan import make_plan
+from repro.layout import PLAN_FILE, REPORT_FILE
+from repro.plan import Plan, make_plan
 from repro.render import render_report
 from repro.report import derive_report
 from repro.result import compute_result
+from repro.schema import canonical_json, read_canonical
 
 
 @pytest.fixture
@@ -76,6 +78,15 @@ def test_every_input_is_listed_with_its_hash(out: Path) -> None:
     assert "result.json" not in inputs and "MANIFEST.sha256" not in inputs
     for name, digest in inputs.items():
         assert f"\n{digest}  {name}\n" in page
+
+
+def test_reasons_of_a_matrix_are_words_and_no_markup(out: Path) -> None:
+    reason = "# Fast | <img src=x>"
+    content = read_canonical(Plan, out / PLAN_FILE).model_dump(mode="json", exclude_unset=True)
+    content["matrix"]["reason"] = content["matrix"]["cases"][0]["reason"] = reason
+    (out / PLAN_FILE).write_text(canonical_json(content), encoding="utf-8")
+    page = derive_report(out, figures=False).files[REPORT_FILE].decode()
+    assert "\n\\# Fast | \\<img src=x> Measured " in page and "| \\# Fast \\| \\<img src=x>" in page
 
 
 def test_no_number_is_computed_in_the_page(out: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_second_session_replaces_nothing(here: Path, capfd: pytest.CaptureFixt
         (["--devices", "-1"], 2, "--devices"),
         (["--devices", ""], 2, "--devices ''"),
         (["--devices", "7"], 3, "nothing was started: n1: asks for GPU position 7, this host shows 2 GPU"),
-        (["--devices", "0", "--iterations", "19"], 2, "--iterations 19: a rate needs 20 points"),
+        (["--devices", "0", "--iterations", "19"], 2, "case 'n1' logs 19 events in 19 iterations, a rate needs 20"),
         (["--devices", "0", "--iterations", "0"], 2, "--iterations 0: must be at least 1"),
         (["--devices", "0", "--extra-overrides", "a"], 2, "override 'a' is not key=value"),
         (["--devices", "0", "--extra-overrides", "training.log_dir=x"], 2, "training.log_dir is set by the suite"),

@@ -18,7 +18,7 @@ import pynvml
 import pytest
 from session_builder import finished_session
 
-from repro.cpu_reading import CpuReader, CpuTimes, read_times
+from repro.cpu_reading import CpuReader, CpuTimes, own_seconds, read_times
 from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.gpu_reading import GpuSample, NvmlReader, count_foreign, throttle_names
@@ -145,12 +145,21 @@ def test_busy_shares_are_those_of_the_counters(tmp_path: Path, monkeypatch: pyte
     clock = iter((0.0, 1.0))
     monkeypatch.setattr("repro.cpu_reading.time.monotonic", lambda: next(clock))
     monkeypatch.setattr("repro.cpu_reading.TICKS", 100)
-    spent = iter(({7: 1.0}, {7: 1.25, 8: 0.5}))  # seconds: 0.75 of our own
-    monkeypatch.setattr("repro.cpu_reading._spent_by_process", lambda: next(spent))
+    spent = iter((1.0, 1.75))
+    monkeypatch.setattr("repro.cpu_reading.own_seconds", lambda: next(spent))
     reader = CpuReader((0,), stat)
     stat.write_text("cpu0 60 0 20 10 10 0 0 0 0 0\ncpu1 30 0 0 160 0 0 0 10 7 7\n")
     # CPU 0: 80 of 100 ticks; CPU 1: 20 and 10 stolen of 100; together 1.1 s in one second, of which 0.75 s are ours.
     assert reader.read() == (0.8, 0.3, 0.35)
+
+
+def test_work_of_a_process_that_ended_is_our_own() -> None:
+    """Also of one that it had started and waited for."""
+    burn = "import time\nwhile time.process_time() < 0.2: pass"
+    both = f"import subprocess, sys\nsubprocess.run([sys.executable, '-S', '-c', {burn!r}])\n{burn}"
+    before = own_seconds()
+    subprocess.run([sys.executable, "-S", "-c", both], check=True)
+    assert own_seconds() - before >= 0.35
 
 
 def test_throttle_reasons_have_names() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from html import escape
+
 import pytest
+from markdown_it import MarkdownIt
 
 from repro import text
 
@@ -33,6 +36,27 @@ def test_numbers() -> None:
     assert text.gib(3 * 2**30) == "3.0 GiB"
     assert text.count_of(1, "run") == "1 run"
     assert text.count_of(2000, "run") == "2,000 runs"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("# A heading", "> said", "- item", "+ item", "1. item", "2) item", "~~~", "    code", "---", "2.5 times"),
+        *("<img src=x onerror=y>", "a <!-- b", "[x](https://example.org)", "![x](y)", "[x]: y", "`code`", "&lt;&#60;"),
+        *("*a* **b** _c_ __d__ e__f__ ~~g~~", "a\\", "a\\`b`", "a | b", "a\\|b", "a\\\\| <b>", "HEAD~1 or HEAD~2?"),
+    ],
+)
+def test_words_of_a_user_are_shown_as_they_are(words: str) -> None:
+    shown = escape(words.strip())
+    markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    assert markdown.render(f"{text.escaped(words)} Measured.") == f"<p>{shown} Measured.</p>\n"
+    table = markdown.render(text.markdown_table(("why", "n"), [[text.escaped(words), "1"]], "ll"))
+    assert f"<tr>\n<td>{shown}</td>\n<td>1</td>\n</tr>" in table
+
+
+def test_plain_words_stay_as_they_are() -> None:
+    plain = "How fast is batch_size=8192 of G1's task (SAC), at 50 % load; what else?"
+    assert text.escaped(plain) == plain
 
 
 def test_markdown_tables_line_up_and_escape_bars() -> None:
