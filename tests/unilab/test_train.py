@@ -208,7 +208,7 @@ def test_the_pool_is_either_stepping_or_idle(run: Run) -> None:
     """The two are the pool's whole time: over the run they add up to the learner's clock."""
     later = zip(run.progress[1:], run.scalars[1:], strict=True)
     pool = sum(line["physics_s"] + scalars["Perf/exposed_ms"] / 1e3 for line, scalars in later)
-    assert pool == pytest.approx(run.events[-1].wall_time - run.events[0].wall_time, rel=0.1)
+    assert pool == pytest.approx(run.events[-1].wall_time - run.events[0].wall_time, rel=0.2)
 
 
 def test_every_record_has_every_tag_and_only_finite_values(run: Run) -> None:
