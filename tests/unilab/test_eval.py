@@ -174,7 +174,7 @@ TAKEN = "eval takes training.no_play, training.export_onnx, training.play_env_nu
         (["--load-run", "nowhere"], "is no run directory: it has no config.json"),
         (["--load-run", "empty"], "holds no checkpoint"),
         (["--load-run", "damaged"], "cannot be read"),
-        (["--load-run", "foreign"], "does not hold the policy of its configuration"),
+        (["--load-run", "foreign"], "log_std.weight is float32 (29, 8), the actor that its builder makes now"),
         (["--load-run", "run", "--episodes", "0"], "at least 1 is needed"),
         (["--load-run", "run", "algo.seed=3"], f"'algo.seed=3' says how the run was trained; {TAKEN}"),
         (["--load-run", "run", "+env.cpu_ids=[0]"], f"'env.cpu_ids=[0]' says how the run was trained; {TAKEN}"),
@@ -218,8 +218,8 @@ def test_refusals_are_one_line_and_exit_code_2(
         ("task", "Go2JoystickFlat", "model_1.pt has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
         ("env_steps", None, "model_1.pt: env_steps must be a whole number from 0, found None"),
         ("env_steps", -5, "env_steps must be a whole number from 0, found -5"),
-        ("actor", {1: 2}, "the checkpoint does not hold the policy of its configuration"),
-        ("state", {"env/penalty_scale": torch.tensor(math.nan)}, "its penalty factor is not finite"),
+        ("actor", {1: 2}, "model_1.pt: actor must hold dense tensors by name; no weight was restored"),
+        ("state", {"env/penalty_scale": torch.tensor(math.nan)}, "not hold a penalty factor: it is not finite"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(
