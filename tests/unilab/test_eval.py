@@ -112,6 +112,17 @@ def test_one_episode_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["episode_return"]["ci_low"] is None
 
 
+def test_a_return_that_overflows_is_one_line_and_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run, {"model_1.pt": 1})
+    content = torch.load(run / "model_1.pt", weights_only=True)
+    torch.save(content | {"state": {"env/penalty_scale": torch.tensor(3e38)}}, run / "model_1.pt")
+    assert evaluate(run, "training.no_play=true") == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "eval: eval.json: returns are not finite in 3 of 3 episodes\n")
+    assert names(run) == {"model_1.pt"}
+
+
 # --- video -----------------------------------------------------------------------------------------------------------
 
 
