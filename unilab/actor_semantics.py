@@ -7,6 +7,7 @@ nothing is guessed, repaired or migrated.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,4 +77,7 @@ def _plain(entry: Mapping[str, Any], name: str) -> str:
     value = entry.get(name, "absent")
     if name == "kwargs" and value is None:
         value = {}
-    return json.dumps(value, sort_keys=True, default=repr)
+    try:
+        return json.dumps(value, sort_keys=True, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are no names, a value within itself
+        return " ".join(reprlib.repr(value).split())

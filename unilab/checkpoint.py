@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from unilab.actor_semantics import ENTRY, describe_actor, verify_actor
-from unilab.algorithm import CUSTOM, LATEST
+from unilab.algorithm import LATEST
 from unilab.config import RunConfig, load_config, restore_config
 from unilab.names import ATTEMPT_PATTERN, CHECKPOINT_PATTERN, CONFIG_FILE
 from unilab.run_dir import runs_folder
@@ -99,7 +100,7 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
 
     Raises:
         ValueError: as `find_run`, `load_run_config`, `load_checkpoint` and `check_origin` do, or if the checkpoint's
-            actor is not the configuration's, or cannot be built any more.
+            actor is not the configuration's or cannot be built any more, or its weights are none of such an actor.
     """
     wanted = load_config(algo, task, sim, [])
     directory = find_run(run, wanted)
@@ -111,9 +112,8 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
     config.algo.check_actor(trained.obs_dim, trained.action_dim)
     expected = describe_actor(config.algo, trained.obs_dim, trained.action_dim)
     verify_actor(checkpoint.content, expected, checkpoint.file)
-    if expected["kind"] == CUSTOM:
-        actor = config.algo.build_actor(trained.obs_dim, trained.action_dim)
-        _check_weights(actor, checkpoint.content["actor"], checkpoint.file)
+    actor = config.algo.build_actor(trained.obs_dim, trained.action_dim)
+    _check_weights(actor, checkpoint.content.get("actor"), checkpoint.file)
     return config, checkpoint
 
 
@@ -324,12 +324,31 @@ def _names(config: RunConfig) -> tuple[str, str, str]:
     return config.algo.algo, config.training.task_name, config.training.sim_backend
 
 
-def _check_weights(actor: Actor, weights: dict[str, Any], file: Path) -> None:
-    """Refuse weights that do not fit, as where an actor's source changed and its name and arguments did not."""
-    own = {name: tuple(value.shape) for name, value in actor.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
+def _check_weights(actor: Actor, weights: Any, file: Path) -> None:
+    """Refuse weights that do not fit, as where an actor's source changed, and numbers that no training leaves."""
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and _is_dense(value) for name, value in weights.items()
+    ):
+        raise ValueError(f"{file}: actor must hold dense tensors by name; no weight was restored")
+    own, found = ({name: _form(value) for name, value in held.items()} for held in (actor.state_dict(), weights))
     for name in sorted(own.keys() | found.keys()):
-        shapes = found.get(name, "absent"), own.get(name, "absent")
-        if shapes[0] != shapes[1]:
-            apart = f"actor.{name} is {shapes[0]}, the actor that its builder makes now has {shapes[1]}"
+        forms = found.get(name, "absent"), own.get(name, "absent")
+        if forms[0] != forms[1]:
+            apart = f"actor.{name} is {forms[0]}, the actor that its builder makes now has {forms[1]}"
             raise ValueError(f"{file}: {apart}; no weight was restored; the source it was trained with is needed")
+    for name, value in weights.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{file}: actor.{name} is not finite; no weight was restored")
+        if name.endswith("running_var") and (value < 0).any():
+            raise ValueError(f"{file}: actor.{name} is a variance below 0; no weight was restored")
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether it is a tensor whose numbers are there, one by one."""
+    if not isinstance(value, Tensor) or value.is_nested:
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _form(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

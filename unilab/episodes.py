@@ -97,18 +97,18 @@ def rollout(config: RunConfig, checkpoint: dict[str, Any], num_envs: int) -> Ite
         The environment after each step, its transition complete and its finished rows not yet restarted.
 
     Raises:
-        ValueError: if the checkpoint's actor does not fit the configuration.
+        ValueError: if the checkpoint holds no penalty factor.
     """
     environment = _quiet_environment(config, num_envs)
     actor = config.algo.build_actor(environment.task.obs_dim, environment.task.action_dim)
+    actor.load_state_dict(checkpoint["actor"])
     try:
-        actor.load_state_dict(checkpoint["actor"])
         environment.episodes.penalty_scale.copy_(checkpoint["state"]["env/penalty_scale"])
         if not environment.episodes.penalty_scale.isfinite():
-            raise RuntimeError("its penalty factor is not finite")
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise RuntimeError("it is not finite")
+    except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"the checkpoint does not hold the policy of its configuration: {reason}") from None
+        raise ValueError(f"the checkpoint does not hold a penalty factor: {reason}") from None
     return _steps(environment, actor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,8 @@ def _evaluate_run(args: argparse.Namespace) -> int:
         return _refuse(str(error), EXIT_USAGE)
     except VideoError as error:
         return _refuse(f"{error}; for the numbers alone add training.no_play=true", EXIT_HOST_UNFIT)
+    if (reason := _not_finite(result)) is not None:
+        return _refuse(f"{EVAL_FILE}: {reason}", EXIT_FAILED)
     run, facts = checkpoint.file.parent, {**_identity(config, checkpoint), **summarize(result)}
     print(f"{checkpoint.file} at iteration {checkpoint.iteration}, {checkpoint.env_steps} env steps")
     print("\n".join(table(facts)), flush=True)
@@ -85,6 +88,15 @@ def _evaluate_run(args: argparse.Namespace) -> int:
     if config.training.no_play and "training.no_play=true" not in args.overrides:
         print(f"no {POLICY_FILE}, no {VIDEO_FILE}: the run has training.no_play=true; add training.no_play=false")
     return _make_files(config, checkpoint.content, run, renderer)
+
+
+def _not_finite(result: Evaluation) -> str | None:
+    """Which measure is not finite, as a return is where rewards are huge; None if all are."""
+    for name, values in vars(result).items():
+        count = sum(not math.isfinite(value) for value in values)
+        if count:
+            return f"{name} are not finite in {count} of {len(values)} episodes"
+    return None
 
 
 def _make_files(config: RunConfig, content: dict[str, Any], run: Path, renderer: str | None) -> int:

@@ -1,7 +1,8 @@
 """Videos of recorded robots: `python -m unilab.video STATES.npz OUT.mp4 [STILL.png]`, a process of its own.
 
 A renderer has to be chosen before mujoco is imported, and physics imports mujoco without one. So nothing here imports
-mujoco in the process that asks for a video; the child does, under the MUJOCO_GL it was given.
+mujoco in the process that asks for a video; only processes that draw import a renderer, under the MUJOCO_GL they were
+given.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Recording(NamedTuple):
             raise ValueError(f"{path} is no recording of robots: {error}") from None
         if not (ROBOTS / scene).is_file():
             raise ValueError(f"{path} asks for the scene {scene}, which does not exist")
+        if qpos.dtype.kind != "f":
+            raise ValueError(f"{path} holds positions of type {qpos.dtype}, floating-point numbers are needed")
         if qpos.ndim != 3 or not qpos.size or not np.isfinite(qpos).all() or not 1 <= fps <= 1000:
             raise ValueError(f"{path} holds positions {qpos.shape} at {fps} frames per second; they cannot be drawn")
         return cls(scene, qpos, fps)
@@ -150,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give a recording and the video to write, or --check")
     try:
         recording, size = Recording.load(args.recording), _size(args.size)
+        _check_width(args.recording, recording)
     except ValueError as error:
         return _refuse(str(error), EXIT_USAGE)
     try:
@@ -183,6 +187,15 @@ def _size(text: str) -> tuple[int, int]:
     if not (width.isdigit() and height.isdigit() and int(width) * int(height)) or int(width) % 2 or int(height) % 2:
         raise ValueError(f"--size {text}: give two even numbers, as in 1280x720")
     return int(width), int(height)
+
+
+def _check_width(path: Path, recording: Recording) -> None:
+    """Refuse positions of another robot, before a process fails to draw them."""
+    from unilab.physics.mujoco_pool import load_scene  # without a renderer
+
+    found, needed = recording.qpos.shape[2], load_scene(recording.scene).nq
+    if found != needed:
+        raise ValueError(f"{path} holds {found} positions of a robot; {recording.scene} has {needed}")
 
 
 def _refuse(message: str, code: int) -> int:

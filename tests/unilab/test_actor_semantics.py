@@ -15,6 +15,9 @@ from unilab.config import load_config
 FILE = Path("model_7.pt")
 SEMANTICS = describe_actor(load_config("flashsac", "g1_walk_flat", "mujoco", []).algo, 98, 29)
 
+NESTED: dict[str, Any] = {}
+NESTED["a"] = NESTED
+
 
 def refusal(found: Any) -> str:
     with pytest.raises(ValueError, match="no weight was restored") as caught:
@@ -75,6 +78,10 @@ def test_the_same_actor_passes_whatever_else_is_there() -> None:
             {**SEMANTICS, "kwargs": {**SEMANTICS["kwargs"], "noise_zeta_mu": 1.5}},
             'kwargs is {"hidden_dim": 128, "noise_zeta_max": 16, "noise_zeta_mu": 1.5, "num_blocks": 2}, the conf',
         ),
+        ({**SEMANTICS, "kwargs": {1: 2, "a": 3}}, "actor_semantics.kwargs is {1: 2, 'a': 3}, the configuration"),
+        ({**SEMANTICS, "kwargs": {(1, 2): 3}}, "actor_semantics.kwargs is {(1, 2): 3}, the configuration"),
+        ({**SEMANTICS, "kwargs": {(1,): "\n" * 99}}, r"actor_semantics.kwargs is {(1,): '\n\n\n"),
+        ({**SEMANTICS, "kwargs": NESTED}, "actor_semantics.kwargs is {'a': {'a': {'a': "),
     ],
 )
 def test_refusals_name_file_field_found_and_expected(found: Any, message: str) -> None:

@@ -14,9 +14,20 @@ import pytest
 import torch
 from rank_rig import begun
 
-from unilab.checkpoint import attempts, contents, find_run, load_checkpoint, load_run, read_checkpoint, run_of
+from unilab.actor_semantics import ENTRY, describe_actor
+from unilab.checkpoint import (
+    _check_weights,
+    attempts,
+    contents,
+    find_run,
+    load_checkpoint,
+    load_run,
+    read_checkpoint,
+    run_of,
+)
 from unilab.config import RunConfig, load_config
 from unilab.flash_sac.config import FlashSacConfig
+from unilab.learner import Actor
 from unilab.run_dir import RunDirectory
 
 SMALL = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": 8}
@@ -199,11 +210,10 @@ def test_a_run_that_cannot_be_judged_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_is_loaded_by_minus_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unilab.actor_semantics import ENTRY, describe_actor
-
     monkeypatch.chdir(tmp_path)
     path = run(tmp_path / "logs" / "sac", "run")
-    entry = {"env_steps": 8, ENTRY: describe_actor(wanted(tmp_path).algo, 98, 29)}
+    algo = wanted(tmp_path).algo
+    entry = {"env_steps": 8, "actor": algo.build_actor(98, 29).state_dict(), ENTRY: describe_actor(algo, 98, 29)}
     write(path / "model_4.pt", 4, **entry)
     write(path / "attempt-002" / "model_6.pt", 6, **entry)
     config = json.loads((path / "config.json").read_text())
@@ -211,6 +221,49 @@ def test_a_run_is_loaded_by_minus_one_too(tmp_path: Path, monkeypatch: pytest.Mo
     (path / "attempt-002" / "config.json").write_text(json.dumps(config))
     loaded, checkpoint = load_run(Path("-1"), "sac", "g1_walk_flat", "mujoco")
     assert (checkpoint.iteration, loaded.algo.max_iterations) == (6, 6)
+
+
+MEAN, VARIANCE = "mean.bias", "trunk.norm.running_var"
+
+
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    return FlashSacConfig(actor_hidden_dim=8).build_actor(98, 29)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda _: [1, 2], "actor must hold dense tensors by name"),
+        (lambda _: {1: torch.zeros(1)}, "actor must hold dense tensors by name"),
+        (lambda _: {MEAN: "text"}, "actor must hold dense tensors by name"),
+        (lambda _: {MEAN: None}, "actor must hold dense tensors by name"),
+        (lambda own: {MEAN: own[MEAN].to_sparse()}, "actor must hold dense tensors by name"),
+        (lambda own: {MEAN: own[MEAN].to("meta")}, "actor must hold dense tensors by name"),
+        (lambda own: {MEAN: own[MEAN][:, :3]}, "is float32 (1, 3), the actor that its builder makes now has float32"),
+        (lambda own: {MEAN: own[MEAN] + 0j}, "is complex64 (1, 29), the actor that its builder makes now has float32"),
+        (lambda own: {MEAN: own[MEAN] / 0}, f"actor.{MEAN} is not finite"),
+        (lambda own: {VARIANCE: -own[VARIANCE]}, f"actor.{VARIANCE} is a variance below 0"),
+    ],
+)
+def test_what_is_no_actors_weights_is_refused(actor: Actor, damage: Callable[[Any], Any], message: str) -> None:
+    own = actor.state_dict()
+    _check_weights(actor, own, Path("model_1.pt"))
+    found = damage(own)
+    weights = {**own, **found} if isinstance(found, dict) else found
+    said = refusal(_check_weights, actor, weights, Path("model_1.pt"))
+    assert said.startswith("model_1.pt: actor") and message in said and "no weight was restored" in said
+
+
+@pytest.mark.parametrize("setting", ["actor_hidden_dim=8", "algo_params.actor_config={builder:own_actors:Plain}"])
+def test_weights_are_looked_at_whoever_built_the_actor(tmp_path: Path, setting: str) -> None:
+    config = load_config("flashsac", "g1_walk_flat", "mujoco", [f"algo.{setting}"])
+    (tmp_path / "config.json").write_text(json.dumps({"schema_version": 1, **config.to_json()}))
+    entry = {"env_steps": 8, ENTRY: describe_actor(config.algo, 98, 29)}
+    wrong = {name: value / 0 for name, value in config.algo.build_actor(98, 29).state_dict().items()}
+    for more, message in (({}, "must hold dense tensors by name"), ({"actor": wrong}, "is not finite")):
+        write(tmp_path / "model_1.pt", 1, **entry, **more)
+        assert message in refusal(load_run, tmp_path, "flashsac", "g1_walk_flat", "mujoco")
 
 
 def test_the_run_of_an_attempt_is_the_folder_around_it(tmp_path: Path) -> None:

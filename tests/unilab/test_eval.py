@@ -112,6 +112,17 @@ def test_one_episode_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["episode_return"]["ci_low"] is None
 
 
+def test_a_return_that_overflows_is_one_line_and_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run, {"model_1.pt": 1})
+    content = torch.load(run / "model_1.pt", weights_only=True)
+    torch.save(content | {"state": {"env/penalty_scale": torch.tensor(3e38)}}, run / "model_1.pt")
+    assert evaluate(run, "training.no_play=true") == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "eval: eval.json: returns are not finite in 3 of 3 episodes\n")
+    assert names(run) == {"model_1.pt"}
+
+
 # --- video -----------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +185,7 @@ TAKEN = "eval takes training.no_play, training.export_onnx, training.play_env_nu
         (["--load-run", "nowhere"], "is no run directory: it has no config.json"),
         (["--load-run", "empty"], "holds no checkpoint"),
         (["--load-run", "damaged"], "cannot be read"),
-        (["--load-run", "foreign"], "does not hold the policy of its configuration"),
+        (["--load-run", "foreign"], "log_std.weight is float32 (29, 8), the actor that its builder makes now"),
         (["--load-run", "run", "--episodes", "0"], "at least 1 is needed"),
         (["--load-run", "run", "algo.seed=3"], f"'algo.seed=3' says how the run was trained; {TAKEN}"),
         (["--load-run", "run", "+env.cpu_ids=[0]"], f"'env.cpu_ids=[0]' says how the run was trained; {TAKEN}"),
@@ -218,8 +229,8 @@ def test_refusals_are_one_line_and_exit_code_2(
         ("task", "Go2JoystickFlat", "model_1.pt has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
         ("env_steps", None, "model_1.pt: env_steps must be a whole number from 0, found None"),
         ("env_steps", -5, "env_steps must be a whole number from 0, found -5"),
-        ("actor", {1: 2}, "the checkpoint does not hold the policy of its configuration"),
-        ("state", {"env/penalty_scale": torch.tensor(math.nan)}, "its penalty factor is not finite"),
+        ("actor", {1: 2}, "model_1.pt: actor must hold dense tensors by name; no weight was restored"),
+        ("state", {"env/penalty_scale": torch.tensor(math.nan)}, "not hold a penalty factor: it is not finite"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(

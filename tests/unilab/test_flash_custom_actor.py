@@ -287,7 +287,7 @@ def test_the_documented_example_trains_and_its_checkpoint_is_evaluated_or_refuse
     (tmp_path / "my_actor.py").write_text(source.replace("hidden)", "hidden + 1)").replace("(hidden,", "(hidden + 1,"))
     assert evaluation.main([*NAMES, "--load-run", str(run), "--episodes", "2"]) == 2
     refusal = capsys.readouterr().err
-    assert "actor.network.body.0.bias is (128,), the actor that its builder makes now has (129,)" in refusal
+    assert "bias is float32 (128,), the actor that its builder makes now has float32 (129,)" in refusal
 
     checkpoint["actor_semantics"]["kwargs"] = {"hidden": 64}
     torch.save({**checkpoint, "actor": {}}, file)

@@ -69,6 +69,16 @@ FINE = {"scene": SCENE, "qpos": np.zeros((2, 1, 36), np.float32), "fps": 50.0}
         (_archive(**FINE | {"qpos": np.zeros((2, 36))}), "holds positions (2, 36) at 50.0 frames per second"),
         (_archive(**FINE | {"qpos": np.zeros((0, 1, 36))}), "holds positions (0, 1, 36)"),
         (_archive(**FINE | {"qpos": np.full((1, 1, 36), math.nan)}), "they cannot be drawn"),
+        (
+            _archive(**FINE | {"qpos": np.full((2, 1, 36), "far")}),
+            "holds positions of type <U3, floating-point numbers",
+        ),
+        (_archive(**FINE | {"qpos": np.zeros((2, 1, 36), complex)}), "holds positions of type complex128, floating"),
+        (_archive(**FINE | {"qpos": np.zeros((2, 1, 36), int)}), "holds positions of type int64, floating-point"),
+        (
+            _archive(**FINE | {"qpos": np.zeros((2, 1, 19))}),
+            "holds 19 positions of a robot; unitree_g1/scene_flat.xml has 36",
+        ),
         (_archive(**FINE | {"fps": 0.0}), "at 0.0 frames per second; they cannot be drawn"),
     ],
 )

@@ -275,16 +275,25 @@ def load_model(spec: PhysicsSpec) -> mujoco.MjModel:
         raise ValueError(f"env.physics_profile={spec.profile}; use one of {', '.join(PROFILES)}")
     if spec.timestep <= 0 or spec.decimation < 1:
         raise ValueError(f"timestep {spec.timestep} s and decimation {spec.decimation}: both must be positive")
-    path = ROBOTS / spec.scene
-    if not path.is_file():
-        scenes = sorted(str(scene.relative_to(ROBOTS)) for scene in ROBOTS.glob("*/scene*.xml"))
-        raise ValueError(f"no scene {spec.scene}; there are: {', '.join(scenes)}")
-    model = mujoco.MjModel.from_xml_path(str(path))
+    model = load_scene(spec.scene)
     model.opt.timestep = spec.timestep
     if spec.profile != "reference":
         model.opt.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
     model.opt.disableflags |= _DISABLED[spec.profile]
     return model
+
+
+def load_scene(scene: str) -> mujoco.MjModel:
+    """The compiled scene as it is published.
+
+    Raises:
+        ValueError: if there is none, or it is not MJCF.
+    """
+    path = ROBOTS / scene
+    if not path.is_file():
+        scenes = sorted(str(found.relative_to(ROBOTS)) for found in ROBOTS.glob("*/scene*.xml"))
+        raise ValueError(f"no scene {scene}; there are: {', '.join(scenes)}")
+    return mujoco.MjModel.from_xml_path(str(path))
 
 
 def save_model(spec: PhysicsSpec, path: Path) -> None:
