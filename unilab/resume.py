@@ -36,6 +36,9 @@ from unilab.tasks.velocity_task import VelocityTask
 # Bytes of a random generator's state in torch: of the CPU's Mersenne Twister, of CUDA's Philox.
 _STATE_BYTES = frozenset({5056, 16})
 
+# Ends of names of entries that are never below zero: counts, variances, scales.
+_NOT_NEGATIVE = ("_step", "count", "variance", "_var", "_sq", "_scale", "largest_return")
+
 # Settings that say where a run is, not what it does.
 _PLACES = ("algo.resume", "algo.load_run", "algo.checkpoint", "training.log_root", "training.log_dir")
 
@@ -105,6 +108,7 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device, ran
     _check_state(checkpoint)
     usable = _streams_of(checkpoint, config, device)
     _try_state(usable, config, device)
+    _check_values(checkpoint)
     before = {"ranks": _ranks(checkpoint.file.parent, ranks)} | load_config_file(checkpoint.file.parent).to_json()
     now = {"ranks": ranks} | config.to_json()
     return Resume(next_attempt(run), usable, tuple(_changes(before, now)), usable is not checkpoint)
@@ -168,6 +172,25 @@ def _check_state(checkpoint: Checkpoint) -> None:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
         raise ValueError(f"{checkpoint.file}: state must hold tensors by name")
+
+
+def _check_values(checkpoint: Checkpoint) -> None:
+    """Refuse values with which every further update would be skipped or wrong.
+
+    Metrics may hold any, as those of a skipped update do. Of another's actor nothing is known but that NaN is wrong: a
+    mask has infinities, and a buffer's name any meaning.
+    """
+    for name, value in checkpoint.content["state"].items():
+        if name.startswith("learner/"):
+            continue
+        foreign = name.startswith("actor/network.")
+        problem = None
+        if value.isnan().any() or (value.isinf().any() and not foreign):
+            problem = "values that are not finite"
+        elif name.endswith(_NOT_NEGATIVE) and (value < 0).any() and not foreign:
+            problem = "negative values"
+        if problem is not None:
+            raise ValueError(f"{checkpoint.file}: {name} has {problem}; choose an earlier one with algo.checkpoint")
 
 
 def _streams_of(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Checkpoint:

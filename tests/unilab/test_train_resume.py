@@ -24,11 +24,12 @@ from repro.events import Reason, Refusal
 from repro.throughput import measure
 from unilab import eval as evaluation
 from unilab.algorithm import AlgoConfig
-from unilab.checkpoint import contents, load_checkpoint, read_checkpoint
+from unilab.checkpoint import Checkpoint, contents, load_checkpoint, read_checkpoint
 from unilab.config import RunConfig
 from unilab.event_log import Clock, EventLog
 from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
 from unilab.optim import WarmupCosine
+from unilab.resume import _check_values
 from unilab.run_dir import RunDirectory
 from unilab.train import main
 
@@ -325,6 +326,11 @@ def state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     return alter
 
 
+def filled(name: str, value: float) -> Callable[[Path], None]:
+    """Changes the last value of an entry of the state."""
+    return state(lambda found: found[name].view(-1)[-1].fill_(value))
+
+
 def other_actor(run: Path) -> None:
     """Another actor, and weights that nobody may have looked at before that is found."""
     content = torch.load(run / "model_6.pt", weights_only=True)
@@ -362,6 +368,11 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (state(lambda found: found.update({"actor/adamw_step": torch.tensor(1)})), "is torch.float32, the snapshot"),
         (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "has shape (5056,)"),
         (state(lambda found: found["random/update"].zero_()), "run/model_6.pt does not fit this run: "),
+        (filled("critic/parameters", float("nan")), "run/model_6.pt: critic/parameters has values that are not finite"),
+        (filled("env/penalty_scale", float("inf")), "has values that are not finite; choose an earlier one with algo."),
+        (filled("critic/adamw_step", -1), "run/model_6.pt: critic/adamw_step has negative values; choose an earlier"),
+        (filled("actor/adamw_exp_avg_sq", -1e-3), "actor/adamw_exp_avg_sq has negative values"),
+        (filled("env/episode_count", -1), "env/episode_count has negative values"),
         (lambda run: torch.save([1], run / "model_6.pt"), "it must hold a mapping, found list"),
         (truncated, "model_6.pt cannot be read: it is no archive, or its end is missing; name another iteration"),
         (altered(extra=Hostile(Path("ran"))), "it holds more than data, and what it holds might run as code"),
@@ -414,4 +425,30 @@ def test_a_run_that_is_not_over_is_not_gone_on_with(copied: Path) -> None:
     with closing(EventLog(copied / "attempt-002", Clock.start())):
         message = refused(f"algo.load_run={copied}")
     assert "a run still writes run/attempt-002; wait for its end, or end it, before going on" in message
+    assert train("algo.resume=true", f"algo.load_run={copied}", "algo.max_iterations=7").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("reward_scale/largest_return", float("nan"), "values that are not finite"),
+        ("reward_scale/variance", -1.0, "negative values"),
+        ("reward_scale/count", -1.0, "negative values"),
+        ("critic/trunk.norm.running_var", -1.0, "negative values"),
+        ("actor/network.mask_count", float("nan"), "values that are not finite"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(tmp_path: Path, name: str, value: float, problem: str) -> None:
+    rig = begun(config=flash())
+    content = contents(RunConfig(algo=flash()), rig.env.task, rig.learner, rig.registry, 1, 8)
+    content["state"]["actor/network.mask_count"] = torch.tensor([-float("inf"), -1.0])
+    _check_values(Checkpoint(tmp_path, "", content))
+    content["state"][name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=f": {name} has {problem}; choose an earlier one with algo.checkpoint"):
+        _check_values(Checkpoint(tmp_path, "", content))
+
+
+def test_a_run_whose_last_update_was_skipped_goes_on(copied: Path) -> None:
+    """Its metrics say why it was skipped, and are written anew."""
+    filled("learner/Train/critic_gradient_norm", float("inf"))(copied)
     assert train("algo.resume=true", f"algo.load_run={copied}", "algo.max_iterations=7").code == 0
