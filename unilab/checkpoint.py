@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from unilab.actor_semantics import ENTRY, describe_actor, verify_actor
 from unilab.algorithm import CUSTOM, LATEST
@@ -70,7 +71,7 @@ def contents(
         iteration: finished training iterations.
         env_steps: cumulative env steps of all ranks.
     """
-    networks = {name: module.state_dict() for name, module in learner.modules().items()}
+    networks = {name: _on_cpu(module.state_dict()) for name, module in learner.modules().items()}
     return {
         "format": FORMAT,
         "algo": config.algo.algo,
@@ -86,6 +87,18 @@ def contents(
         "log_alpha": learner.log_alpha.detach().cpu(),
         "state": {name: value.cpu() for name, value in registry.snapshot(lasting=True).items()},
     }
+
+
+def _on_cpu(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict on the CPU, in place. Views of one buffer stay views of one, which a file holds once."""
+    buffers: dict[int, torch.UntypedStorage] = {}
+    for name, value in weights.items():
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            buffers[storage.data_ptr()] = storage.cpu()
+        place = value.storage_offset(), value.shape, value.stride()
+        weights[name] = torch.empty(0, dtype=value.dtype).set_(buffers[storage.data_ptr()], *place)
+    return weights
 
 
 def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, Checkpoint]:

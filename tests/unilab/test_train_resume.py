@@ -274,6 +274,8 @@ def test_a_run_on_a_gpu_goes_on_captured(tmp_path: Path, algo: str) -> None:
         subprocess.run([sys.executable, "-m", "unilab.train", *arguments, *more], check=True, timeout=280)
     first, second = Run(tmp_path / "run"), Run(tmp_path / "run" / "attempt-002")
     assert second.json("manifest.json")["learner"]["cuda_graph"] is True
+    weights = torch.load(first.path / "model_4.pt", weights_only=True)["critic"].values()
+    assert all(value.device.type == "cpu" for value in weights)
     before, after = first.checkpoint(4)["state"], second.checkpoint(7)["state"]
     assert after["critic/adamw_step"] == before["critic/adamw_step"] * 7 / 4
     assert [line["iteration"] for line in second.progress] == [5, 6, 7]
