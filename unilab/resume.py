@@ -67,6 +67,7 @@ class Resume:
             "iteration": self.checkpoint.iteration,
             "env_steps": self.checkpoint.env_steps,
             "sha256": self.checkpoint.sha256,
+            "new_streams": self.new_streams,
         }
 
     def lines(self, target: int) -> list[str]:
@@ -196,8 +197,10 @@ def _check_values(checkpoint: Checkpoint) -> None:
 def _streams_of(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Checkpoint:
     """The checkpoint, with new random streams where its own are those of another kind of device."""
     state, own = checkpoint.content["state"], torch.Generator(device)
-    sizes = {value.numel() for name, value in state.items() if name.startswith(PREFIX)}
-    if len(sizes) != 1 or not sizes <= _STATE_BYTES - {own.get_state().numel()}:
+    found = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
+    kinds = {(value.dtype, *value.shape) for value in found.values()}
+    others = {(torch.uint8, size) for size in _STATE_BYTES - {own.get_state().numel()}}
+    if set(found) != set(STREAMS) or len(kinds) != 1 or not kinds <= others:
         return checkpoint
     seeds = {name: stream_seed(config.algo.seed, name, resumed=checkpoint.iteration) for name in STREAMS}
     streams = {f"{PREFIX}{name}": own.manual_seed(seed).get_state() for name, seed in seeds.items()}

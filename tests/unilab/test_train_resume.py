@@ -31,6 +31,7 @@ from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
 from unilab.optim import WarmupCosine
 from unilab.resume import _check_values
 from unilab.run_dir import RunDirectory
+from unilab.streams import STREAMS
 from unilab.train import main
 
 
@@ -154,6 +155,7 @@ def test_the_attempt_says_where_it_comes_from(first: Run, second: Run) -> None:
         "iteration": 6,
         "env_steps": 120,
         "sha256": hashlib.sha256((first.path / "model_6.pt").read_bytes()).hexdigest(),
+        "new_streams": False,
     }
     assert second.json("manifest.json")["resumed_from"] == second.json("command.json")["resumed_from"] == origin
     assert first.json("manifest.json")["resumed_from"] is first.json("command.json")["resumed_from"] is None
@@ -254,12 +256,11 @@ def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
 
 def test_what_a_gpu_trained_goes_on_here_with_random_streams_of_its_own(first: Run, tmp_path: Path) -> None:
     copied = shutil.copytree(first.path, tmp_path / "run", ignore=shutil.ignore_patterns("attempt-*"))
-    content = torch.load(copied / "model_6.pt", weights_only=True)
-    cuda = {name: torch.zeros(16, dtype=torch.uint8) for name in content["state"] if name.startswith("random/")}
-    torch.save(content | {"state": content["state"] | cuda}, copied / "model_6.pt")
+    from_cuda()(copied)
     run = train(f"algo.load_run={copied}", "algo.resume=true", "algo.max_iterations=7", *SAVING)
     assert (run.code, run.end["iterations"]) == (0, 7)
     assert run.out.count("random streams begin anew: the checkpoint was trained on another kind of device\n") == 1
+    assert run.json("manifest.json")["resumed_from"]["new_streams"] is True
     assert run.checkpoint(7)["state"]["random/update"].numel() == torch.Generator().get_state().numel()
 
 
@@ -333,6 +334,18 @@ def filled(name: str, value: float) -> Callable[[Path], None]:
     return state(lambda found: found[name].view(-1)[-1].fill_(value))
 
 
+def from_cuda(**others: torch.Tensor | None) -> Callable[[Path], None]:
+    """Gives the newest checkpoint CUDA's random streams, and some others; None takes one out."""
+    streams = {name: torch.zeros(16, dtype=torch.uint8) for name in STREAMS} | others
+
+    def change(found: dict[str, Any]) -> None:
+        for name, value in streams.items():
+            del found[f"random/{name}"]
+            found |= {} if value is None else {f"random/{name}": value}
+
+    return state(change)
+
+
 def other_actor(run: Path) -> None:
     """Another actor, and weights that nobody may have looked at before that is found."""
     content = torch.load(run / "model_6.pt", weights_only=True)
@@ -370,6 +383,11 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (state(lambda found: found.update({"actor/adamw_step": torch.tensor(1)})), "is torch.float32, the snapshot"),
         (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "has shape (5056,)"),
         (state(lambda found: found["random/update"].zero_()), "run/model_6.pt does not fit this run: "),
+        (from_cuda(update=None), "this run differ in random/update; set what"),
+        (from_cuda(update=torch.zeros(16)), "random/environment has shape (5056,), the snapshot (16,)"),
+        (from_cuda(**dict.fromkeys(STREAMS, torch.zeros(16))), "random/environment has shape (5056,)"),
+        (from_cuda(**dict.fromkeys(STREAMS, torch.zeros(4, 4, dtype=torch.uint8))), "the snapshot (4, 4)"),
+        (from_cuda(update=torch.zeros(4, 4, dtype=torch.uint8)), "random/environment has shape (5056,)"),
         (filled("critic/parameters", float("nan")), "run/model_6.pt: critic/parameters has values that are not finite"),
         (filled("env/penalty_scale", float("inf")), "has values that are not finite; choose an earlier one with algo."),
         (filled("critic/adamw_step", -1), "run/model_6.pt: critic/adamw_step has negative values; choose an earlier"),
