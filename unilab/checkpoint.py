@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unilab.tasks.velocity_task import VelocityTask
 
 FORMAT = 2
+LARGEST = 2**53  # iteration or env steps: files and metrics hold them as doubles, too
 _ATTEMPT = re.compile(ATTEMPT_PATTERN.format(number=r"\d{3,}"))
 
 
@@ -258,19 +259,25 @@ def check_origin(checkpoint: Checkpoint, config: RunConfig) -> None:
         ValueError: one line, also if its env steps are no number of steps.
     """
     content, file = checkpoint.content, checkpoint.file
-    version, env_steps = content.get("format"), content.get("env_steps")
+    version = content.get("format")
     if type(version) is int and version > FORMAT:
         raise ValueError(f"{file} has format {version}, this version reads {FORMAT}; use the one that wrote it")
     wanted = {"algo": config.algo.algo, "task": config.training.task_name}
     apart = [
-        f"{name} {content[name]!r:.60}, not {value!r}"
+        f"{name} {shown(content[name])}, not {value!r}"
         for name, value in wanted.items()
         if content.get(name, value) != value  # older ones do not say
     ]
     if apart:
         raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
-    if type(env_steps) is not int or env_steps < 0:
-        raise ValueError(f"{file}: env_steps must be a whole number from 0, found {env_steps!r:.60}")
+    wrong = _wrong_count(content, "env_steps")
+    if wrong is not None:
+        raise ValueError(f"{file}: {wrong}")
+
+
+def shown(value: Any) -> str:
+    """The beginning of any value, on one line."""
+    return " ".join(f"{value!r:.60}".split())
 
 
 def _bytes(file: Path) -> bytes:
@@ -315,9 +322,17 @@ def _load(file: Path, source: Any, mmap: bool = False) -> Any:
 def _check_place(file: Path, content: Any) -> None:
     if not isinstance(content, Mapping):
         raise _unreadable(file, f"it must hold a mapping, found {type(content).__name__}")
-    iteration = content.get("iteration")
-    if type(iteration) is not int or iteration < 0:
-        raise _unreadable(file, f"its iteration must be a whole number from 0, found {iteration!r:.60}")
+    wrong = _wrong_count(content, "iteration")
+    if wrong is not None:
+        raise _unreadable(file, f"its {wrong}")
+
+
+def _wrong_count(content: Mapping[str, Any], name: str) -> str | None:
+    """Why a field is no number of steps or iterations, or None."""
+    value = content.get(name)
+    if type(value) is not int or value < 0:
+        return f"{name} must be a whole number from 0, found {shown(value)}"
+    return f"{name} must be at most 2**53, found {shown(value)}" if value > LARGEST else None
 
 
 def _unreadable(file: Path, reason: str) -> ValueError:

@@ -24,6 +24,7 @@ from unilab.checkpoint import (
     load_config_file,
     load_run_config,
     run_of,
+    shown,
 )
 from unilab.config import RunConfig
 from unilab.environment import Environment
@@ -149,14 +150,14 @@ def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) 
     version = content.get("format")
     if type(version) is not int or version < FORMAT:
         raise ValueError(
-            f"{file} has format {version!r:.60}; the minimum supported format is {FORMAT}, "
+            f"{file} has format {shown(version)}; the minimum supported format is {FORMAT}, "
             "retraining with the current version is the only way to recover"
         )
     wanted = {"obs_dim": task.obs_dim, "critic_dim": task.critic_dim, "action_dim": task.action_dim}
     apart = [
-        f"{name} {content.get(name)!r:.60}, not {value!r}"
+        f"{name} {shown(content.get(name))}, not {value!r}"
         for name, value in wanted.items()
-        if content.get(name) != value
+        if type(content.get(name)) is not int or content[name] != value
     ]
     if apart:
         raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
