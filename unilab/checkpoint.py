@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unilab.tasks.velocity_task import VelocityTask
 
 FORMAT = 2
+LARGEST = 2**53  # iteration or env steps: files and metrics hold them as doubles, too
 _ATTEMPT = re.compile(ATTEMPT_PATTERN.format(number=r"\d{3,}"))
 
 
@@ -71,7 +72,7 @@ def contents(
         iteration: finished training iterations.
         env_steps: cumulative env steps of all ranks.
     """
-    networks = {name: module.state_dict() for name, module in learner.modules().items()}
+    networks = {name: _on_cpu(module.state_dict()) for name, module in learner.modules().items()}
     return {
         "format": FORMAT,
         "algo": config.algo.algo,
@@ -89,14 +90,29 @@ def contents(
     }
 
 
-def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig, Checkpoint]:
-    """The configuration of a run and its newest checkpoint.
+def _on_cpu(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict on the CPU, in place. Views of one buffer stay views of one, which a file holds once."""
+    buffers: dict[int, torch.UntypedStorage] = {}
+    for name, value in weights.items():
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            buffers[storage.data_ptr()] = storage.cpu()
+        place = value.storage_offset(), value.shape, value.stride()
+        weights[name] = torch.empty(0, dtype=value.dtype).set_(buffers[storage.data_ptr()], *place)
+    return weights
+
+
+def load_run(
+    run: Path | str, algo: str, task: str, sim: str, iteration: int = int(LATEST)
+) -> tuple[RunConfig, Checkpoint]:
+    """The configuration of a run and a checkpoint of it.
 
     Args:
         run: as `find_run` takes it.
         algo: algorithm that it was trained with.
         task: task that it was trained on.
         sim: physics backend.
+        iteration: as `load_checkpoint` takes it.
 
     Raises:
         ValueError: as `find_run`, `load_run_config`, `load_checkpoint` and `check_origin` do, or if the checkpoint's
@@ -105,7 +121,7 @@ def load_run(run: Path | str, algo: str, task: str, sim: str) -> tuple[RunConfig
     wanted = load_config(algo, task, sim, [])
     directory = find_run(run, wanted)
     load_run_config(directory, wanted)  # before any checkpoint is read
-    checkpoint = load_checkpoint(directory)
+    checkpoint = load_checkpoint(directory, iteration)
     config = load_run_config(checkpoint.file.parent, wanted)  # of the attempt that wrote it
     trained = config.env.task_class()
     check_origin(checkpoint, config)
@@ -245,19 +261,25 @@ def check_origin(checkpoint: Checkpoint, config: RunConfig) -> None:
         ValueError: one line, also if its env steps are no number of steps.
     """
     content, file = checkpoint.content, checkpoint.file
-    version, env_steps = content.get("format"), content.get("env_steps")
+    version = content.get("format")
     if type(version) is int and version > FORMAT:
         raise ValueError(f"{file} has format {version}, this version reads {FORMAT}; use the one that wrote it")
     wanted = {"algo": config.algo.algo, "task": config.training.task_name}
     apart = [
-        f"{name} {content[name]!r:.60}, not {value!r}"
+        f"{name} {shown(content[name])}, not {value!r}"
         for name, value in wanted.items()
         if content.get(name, value) != value  # older ones do not say
     ]
     if apart:
         raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
-    if type(env_steps) is not int or env_steps < 0:
-        raise ValueError(f"{file}: env_steps must be a whole number from 0, found {env_steps!r:.60}")
+    wrong = _wrong_count(content, "env_steps")
+    if wrong is not None:
+        raise ValueError(f"{file}: {wrong}")
+
+
+def shown(value: Any) -> str:
+    """The beginning of any value, on one line."""
+    return " ".join(f"{value!r:.60}".split())
 
 
 def _bytes(file: Path) -> bytes:
@@ -302,9 +324,17 @@ def _load(file: Path, source: Any, mmap: bool = False) -> Any:
 def _check_place(file: Path, content: Any) -> None:
     if not isinstance(content, Mapping):
         raise _unreadable(file, f"it must hold a mapping, found {type(content).__name__}")
-    iteration = content.get("iteration")
-    if type(iteration) is not int or iteration < 0:
-        raise _unreadable(file, f"its iteration must be a whole number from 0, found {iteration!r:.60}")
+    wrong = _wrong_count(content, "iteration")
+    if wrong is not None:
+        raise _unreadable(file, f"its {wrong}")
+
+
+def _wrong_count(content: Mapping[str, Any], name: str) -> str | None:
+    """Why a field is no number of steps or iterations, or None."""
+    value = content.get(name)
+    if type(value) is not int or value < 0:
+        return f"{name} must be a whole number from 0, found {shown(value)}"
+    return f"{name} must be at most 2**53, found {shown(value)}" if value > LARGEST else None
 
 
 def _unreadable(file: Path, reason: str) -> ValueError:

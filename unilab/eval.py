@@ -36,7 +36,7 @@ PREFIX = "eval: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate the newest checkpoint of a run: print and write numbers, record a video; returns the exit code.
+    """Evaluate a checkpoint of a run: print and write numbers, record a video; returns the exit code.
 
     Args:
         argv: arguments after the program's name; None takes the process's own.
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("algo", "task", "sim"):
         parser.add_argument(f"--{name}", required=True, help=f"{name} the run was trained with")
     parser.add_argument("--load-run", required=True, metavar="DIR", help="run directory, or -1: the latest")
+    parser.add_argument("--checkpoint", type=int, default=-1, metavar="N", help="its iteration (default: the newest)")
     parser.add_argument("--episodes", type=int, default=64, help="episodes, one per environment (default %(default)s)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="training.no_play, training.export_onnx, training.play_*"
@@ -68,7 +69,7 @@ def _evaluate_run(args: argparse.Namespace) -> int:
     try:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1 is needed")
-        config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim)
+        config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim, args.checkpoint)
         config = change_playback(config, args.overrides)
         renderer = None if config.training.no_play else find_renderer()
         result = evaluate(config, checkpoint.content, args.episodes)
@@ -86,7 +87,9 @@ def _evaluate_run(args: argparse.Namespace) -> int:
     except OSError as error:
         return _refuse(f"{EVAL_FILE}: {error}", EXIT_FAILED)
     if config.training.no_play and "training.no_play=true" not in args.overrides:
-        print(f"no {POLICY_FILE}, no {VIDEO_FILE}: the run has training.no_play=true; add training.no_play=false")
+        print(
+            f"no {POLICY_FILE} or {VIDEO_FILE} written: the run has training.no_play=true; add training.no_play=false"
+        )
     return _make_files(config, checkpoint.content, run, renderer)
 
 

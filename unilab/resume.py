@@ -24,6 +24,7 @@ from unilab.checkpoint import (
     load_config_file,
     load_run_config,
     run_of,
+    shown,
 )
 from unilab.config import RunConfig
 from unilab.environment import Environment
@@ -35,6 +36,9 @@ from unilab.tasks.velocity_task import VelocityTask
 
 # Bytes of a random generator's state in torch: of the CPU's Mersenne Twister, of CUDA's Philox.
 _STATE_BYTES = frozenset({5056, 16})
+
+# Ends of names of entries that are never below zero: counts, variances, scales.
+_NOT_NEGATIVE = ("_step", "count", "variance", "_var", "_sq", "_scale", "largest_return")
 
 # Settings that say where a run is, not what it does.
 _PLACES = ("algo.resume", "algo.load_run", "algo.checkpoint", "training.log_root", "training.log_dir")
@@ -64,6 +68,7 @@ class Resume:
             "iteration": self.checkpoint.iteration,
             "env_steps": self.checkpoint.env_steps,
             "sha256": self.checkpoint.sha256,
+            "new_streams": self.new_streams,
         }
 
     def lines(self, target: int) -> list[str]:
@@ -105,6 +110,7 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device, ran
     _check_state(checkpoint)
     usable = _streams_of(checkpoint, config, device)
     _try_state(usable, config, device)
+    _check_values(checkpoint)
     before = {"ranks": _ranks(checkpoint.file.parent, ranks)} | load_config_file(checkpoint.file.parent).to_json()
     now = {"ranks": ranks} | config.to_json()
     return Resume(next_attempt(run), usable, tuple(_changes(before, now)), usable is not checkpoint)
@@ -144,14 +150,14 @@ def _check_facts(checkpoint: Checkpoint, config: RunConfig, task: VelocityTask) 
     version = content.get("format")
     if type(version) is not int or version < FORMAT:
         raise ValueError(
-            f"{file} has format {version!r:.60}; the minimum supported format is {FORMAT}, "
+            f"{file} has format {shown(version)}; the minimum supported format is {FORMAT}, "
             "retraining with the current version is the only way to recover"
         )
     wanted = {"obs_dim": task.obs_dim, "critic_dim": task.critic_dim, "action_dim": task.action_dim}
     apart = [
-        f"{name} {content.get(name)!r:.60}, not {value!r}"
+        f"{name} {shown(content.get(name))}, not {value!r}"
         for name, value in wanted.items()
-        if content.get(name) != value
+        if type(content.get(name)) is not int or content[name] != value
     ]
     if apart:
         raise ValueError(f"{file} has {'; '.join(apart)}; choose what it was trained with")
@@ -170,11 +176,32 @@ def _check_state(checkpoint: Checkpoint) -> None:
         raise ValueError(f"{checkpoint.file}: state must hold tensors by name")
 
 
+def _check_values(checkpoint: Checkpoint) -> None:
+    """Refuse values with which every further update would be skipped or wrong.
+
+    Metrics may hold any, as those of a skipped update do. Of another's actor nothing is known but that NaN is wrong: a
+    mask has infinities, and a buffer's name any meaning.
+    """
+    for name, value in checkpoint.content["state"].items():
+        if name.startswith("learner/"):
+            continue
+        foreign = name.startswith("actor/network.")
+        problem = None
+        if value.isnan().any() or (value.isinf().any() and not foreign):
+            problem = "values that are not finite"
+        elif name.endswith(_NOT_NEGATIVE) and (value < 0).any() and not foreign:
+            problem = "negative values"
+        if problem is not None:
+            raise ValueError(f"{checkpoint.file}: {name} has {problem}; choose an earlier one with algo.checkpoint")
+
+
 def _streams_of(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Checkpoint:
     """The checkpoint, with new random streams where its own are those of another kind of device."""
     state, own = checkpoint.content["state"], torch.Generator(device)
-    sizes = {value.numel() for name, value in state.items() if name.startswith(PREFIX)}
-    if len(sizes) != 1 or not sizes <= _STATE_BYTES - {own.get_state().numel()}:
+    found = {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
+    kinds = {(value.dtype, *value.shape) for value in found.values()}
+    others = {(torch.uint8, size) for size in _STATE_BYTES - {own.get_state().numel()}}
+    if set(found) != set(STREAMS) or len(kinds) != 1 or not kinds <= others:
         return checkpoint
     seeds = {name: stream_seed(config.algo.seed, name, resumed=checkpoint.iteration) for name in STREAMS}
     streams = {f"{PREFIX}{name}": own.manual_seed(seed).get_state() for name, seed in seeds.items()}

@@ -24,6 +24,15 @@ from unilab.names import (
 )
 from unilab.provenance import redact
 
+# Settings that may name people or machines, and that no run is built from: folders, and what W&B shows.
+FREE_TEXT = {
+    "algo": ("algo_log_name", "load_run"),
+    "training": (
+        *("log_root", "log_dir", "wandb_project", "wandb_entity", "wandb_group", "wandb_job_type", "wandb_name"),
+        *("wandb_tags", "wandb_notes"),
+    ),
+}
+
 
 def choose_run_dir(config: RunConfig, world_size: int, now: datetime) -> Path:
     """The run's directory: `training.log_dir`, else a generated one below the log root; not yet made.
@@ -73,8 +82,14 @@ class RunDirectory:
             ) from None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write `config.json`, the resolved configuration without names of people or machines."""
-        self._write_json(CONFIG_FILE, redact(config.to_json()))
+        """Write `config.json`, the resolved configuration; free text without names of people or machines.
+
+        All else is read back as the truth: a name that is also a backend's, or part of a module's, stays.
+        """
+        values = config.to_json()
+        for group, names in FREE_TEXT.items():
+            values[group] |= {name: redact(values[group][name]) for name in names}
+        self._write_json(CONFIG_FILE, values)
 
     def write_command(self, facts: dict[str, Any]) -> None:
         """Write `command.json`, where the run comes from."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import begun
+from rank_rig import begun, differences
 
 from unilab.actor_semantics import ENTRY, describe_actor
+from unilab.algorithm import AlgoConfig
 from unilab.checkpoint import (
     _check_weights,
     attempts,
@@ -29,6 +30,7 @@ from unilab.config import RunConfig, load_config
 from unilab.flash_sac.config import FlashSacConfig
 from unilab.learner import Actor
 from unilab.run_dir import RunDirectory
+from unilab.sac.config import SacConfig
 
 SMALL = {"actor_hidden_dim": 8, "critic_hidden_dim": 8, "num_atoms": 11, "batch_size": 16, "num_envs": 8}
 BY_ROW = {"actions", "codes", "command", "critic", "ctrl", "done", "fields", "finished", "last_critic", "last_obs"}
@@ -84,6 +86,26 @@ def test_all_that_lasts_is_in_it_and_nothing_that_begins_anew(tmp_path: Path) ->
     assert read.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     state = rig.registry.snapshot(lasting=True)
     assert all(torch.equal(read.content["state"][name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("algo", [SacConfig, FlashSacConfig])
+def test_weights_come_to_the_cpu_a_buffer_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: type[AlgoConfig]
+) -> None:
+    """As from a GPU: nothing is left of the learner's memory, and the file is as large as without copies."""
+    rig = begun(config=algo(**SMALL))
+    sizes, networks = [], rig.learner.modules()
+    for copied in (False, True):
+        if copied:
+            monkeypatch.setattr(torch.UntypedStorage, "cpu", torch.UntypedStorage.clone)
+        content = contents(RunConfig(algo=algo(**SMALL)), rig.env.task, rig.learner, rig.registry, 7, 56)
+        sizes.append(RunDirectory(tmp_path).write_checkpoint(7, content).stat().st_size)
+    assert sizes[0] == sizes[1]
+    for name, network in networks.items():
+        assert differences(content[name], network.state_dict()) == []
+        own = {value.untyped_storage().data_ptr() for value in network.state_dict().values()}
+        saved = {value.untyped_storage().data_ptr() for value in content[name].values()}
+        assert len(saved) == len(own) and not saved & own
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -57,6 +57,13 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_iteration_inside(tmp_
     assert checkpoint.file.name == "model_10.pt"
 
 
+def test_another_checkpoint_is_chosen_by_its_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", {"model_9.pt": 9, "model_10.pt": 10})
+    asked = ["--checkpoint", "9", "--episodes", "1", "training.no_play=true"]
+    assert evaluate(tmp_path / "run", *asked) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'run' / 'model_9.pt'} at iteration 9, ")
+
+
 def test_an_untrained_policy_falls_and_everything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +194,7 @@ TAKEN = "eval takes training.no_play, training.export_onnx, training.play_env_nu
         (["--load-run", "damaged"], "cannot be read"),
         (["--load-run", "foreign"], "log_std.weight is float32 (29, 8), the actor that its builder makes now"),
         (["--load-run", "run", "--episodes", "0"], "at least 1 is needed"),
+        (["--load-run", "run", "--checkpoint", "7"], "run has no checkpoint of iteration 7; there is 1"),
         (["--load-run", "run", "algo.seed=3"], f"'algo.seed=3' says how the run was trained; {TAKEN}"),
         (["--load-run", "run", "+env.cpu_ids=[0]"], f"'env.cpu_ids=[0]' says how the run was trained; {TAKEN}"),
         (["--load-run", "run", "training.play_step=3"], "unknown key 'training.play_step', did you mean"),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from unilab.config import RunConfig, TrainingConfig
+from unilab.checkpoint import load_config_file
+from unilab.config import RunConfig, TrainingConfig, load_config
 from unilab.run_dir import RunDirectory, choose_run_dir
 from unilab.sac.config import SacConfig
 
@@ -102,6 +103,29 @@ def test_the_configuration_is_written_without_the_home(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
     RunDirectory(tmp_path).write_config(config(log_dir="/home/ann/run"))
     assert json.loads((tmp_path / "config.json").read_text())["training"]["log_dir"] == "<home>/run"
+
+
+@pytest.mark.parametrize("user", ["mujoco", "flashsac", "offline", "my"])
+def test_a_name_that_is_also_a_setting_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: user)
+    actor = "algo.algo_params.actor_config={builder:my_actor:Plain,kwargs:{path:/home/my/x}}"
+    overrides = [actor, "training.wandb_mode=offline", f"training.wandb_notes={user}"]
+    written = load_config("flashsac", "g1_walk_flat", "mujoco", overrides)
+    RunDirectory(tmp_path).write_config(written)
+    assert written.training.wandb_notes == user
+    written.training.wandb_notes = "<user>"
+    assert load_config_file(tmp_path) == written
+
+
+def test_free_text_is_written_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    shown = ("project", "entity", "group", "job_type", "name", "notes")
+    training = ["log_root", "log_dir", *(f"wandb_{name}" for name in shown)]
+    overrides = [f"training.{name}=ann" for name in training]
+    overrides += ["training.wandb_tags=[ann]", "algo.algo_log_name=ann", "algo.load_run=ann", "algo.resume=true"]
+    RunDirectory(tmp_path).write_config(load_config("sac", "g1_walk_flat", "mujoco", overrides))
+    assert (tmp_path / "config.json").read_text().count("<user>") == len(training) + 3
+    assert "ann" not in (tmp_path / "config.json").read_text()
 
 
 def test_a_number_json_has_no_word_for_is_refused(tmp_path: Path) -> None:

@@ -24,12 +24,14 @@ from repro.events import Reason, Refusal
 from repro.throughput import measure
 from unilab import eval as evaluation
 from unilab.algorithm import AlgoConfig
-from unilab.checkpoint import contents, load_checkpoint, read_checkpoint
+from unilab.checkpoint import Checkpoint, contents, load_checkpoint, read_checkpoint
 from unilab.config import RunConfig
 from unilab.event_log import Clock, EventLog
 from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
 from unilab.optim import WarmupCosine
+from unilab.resume import _check_values
 from unilab.run_dir import RunDirectory
+from unilab.streams import STREAMS
 from unilab.train import main
 
 
@@ -153,6 +155,7 @@ def test_the_attempt_says_where_it_comes_from(first: Run, second: Run) -> None:
         "iteration": 6,
         "env_steps": 120,
         "sha256": hashlib.sha256((first.path / "model_6.pt").read_bytes()).hexdigest(),
+        "new_streams": False,
     }
     assert second.json("manifest.json")["resumed_from"] == second.json("command.json")["resumed_from"] == origin
     assert first.json("manifest.json")["resumed_from"] is first.json("command.json")["resumed_from"] is None
@@ -253,12 +256,11 @@ def test_the_latest_checkpoint_of_the_latest_run_is_evaluated(
 
 def test_what_a_gpu_trained_goes_on_here_with_random_streams_of_its_own(first: Run, tmp_path: Path) -> None:
     copied = shutil.copytree(first.path, tmp_path / "run", ignore=shutil.ignore_patterns("attempt-*"))
-    content = torch.load(copied / "model_6.pt", weights_only=True)
-    cuda = {name: torch.zeros(16, dtype=torch.uint8) for name in content["state"] if name.startswith("random/")}
-    torch.save(content | {"state": content["state"] | cuda}, copied / "model_6.pt")
+    from_cuda()(copied)
     run = train(f"algo.load_run={copied}", "algo.resume=true", "algo.max_iterations=7", *SAVING)
     assert (run.code, run.end["iterations"]) == (0, 7)
     assert run.out.count("random streams begin anew: the checkpoint was trained on another kind of device\n") == 1
+    assert run.json("manifest.json")["resumed_from"]["new_streams"] is True
     assert run.checkpoint(7)["state"]["random/update"].numel() == torch.Generator().get_state().numel()
 
 
@@ -273,6 +275,8 @@ def test_a_run_on_a_gpu_goes_on_captured(tmp_path: Path, algo: str) -> None:
         subprocess.run([sys.executable, "-m", "unilab.train", *arguments, *more], check=True, timeout=280)
     first, second = Run(tmp_path / "run"), Run(tmp_path / "run" / "attempt-002")
     assert second.json("manifest.json")["learner"]["cuda_graph"] is True
+    weights = torch.load(first.path / "model_4.pt", weights_only=True)["critic"].values()
+    assert all(value.device.type == "cpu" for value in weights)
     before, after = first.checkpoint(4)["state"], second.checkpoint(7)["state"]
     assert after["critic/adamw_step"] == before["critic/adamw_step"] * 7 / 4
     assert [line["iteration"] for line in second.progress] == [5, 6, 7]
@@ -325,6 +329,23 @@ def state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     return alter
 
 
+def filled(name: str, value: float) -> Callable[[Path], None]:
+    """Changes the last value of an entry of the state."""
+    return state(lambda found: found[name].view(-1)[-1].fill_(value))
+
+
+def from_cuda(**others: torch.Tensor | None) -> Callable[[Path], None]:
+    """Gives the newest checkpoint CUDA's random streams, and some others; None takes one out."""
+    streams = {name: torch.zeros(16, dtype=torch.uint8) for name in STREAMS} | others
+
+    def change(found: dict[str, Any]) -> None:
+        for name, value in streams.items():
+            del found[f"random/{name}"]
+            found |= {} if value is None else {f"random/{name}": value}
+
+    return state(change)
+
+
 def other_actor(run: Path) -> None:
     """Another actor, and weights that nobody may have looked at before that is found."""
     content = torch.load(run / "model_6.pt", weights_only=True)
@@ -349,6 +370,13 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (altered(algo="flashsac"), "run/model_6.pt has algo 'flashsac', not 'sac'"),
         (altered(task="Go2JoystickFlat"), "has task 'Go2JoystickFlat', not 'G1WalkFlat'"),
         (altered(obs_dim=97, action_dim=12), "has obs_dim 97, not 98; action_dim 12, not 29"),
+        (altered(obs_dim=torch.tensor([49, 49])), "has obs_dim tensor([49, 49]), not 98; choose what it was"),
+        (altered(obs_dim=torch.eye(2)), "has obs_dim tensor([[1., 0.], [0., 1.]]), not 98"),
+        (altered(obs_dim=98.0), "has obs_dim 98.0, not 98"),
+        (altered(env_steps=10**30), "run/model_6.pt: env_steps must be at most 2**53, found 1000000000"),
+        (altered(env_steps=torch.eye(2)), "must be a whole number from 0, found tensor([[1., 0.], [0., 1.]])"),
+        (altered(iteration=10**30), "its iteration must be at most 2**53, found 1000000000"),
+        (altered(algo=torch.eye(2)), "has algo tensor([[1., 0.], [0., 1.]]), not 'sac'"),
         (altered(env_steps=-1), "env_steps must be a whole number from 0, found -1"),
         (altered(iteration=None), "its iteration must be a whole number from 0, found None"),
         (altered(iteration=-6), "its iteration must be a whole number from 0, found -6"),
@@ -362,6 +390,16 @@ FORMAT = "the minimum supported format is 2, retraining with the current version
         (state(lambda found: found.update({"actor/adamw_step": torch.tensor(1)})), "is torch.float32, the snapshot"),
         (state(lambda found: found.update({"random/update": torch.zeros(16, dtype=torch.uint8)})), "has shape (5056,)"),
         (state(lambda found: found["random/update"].zero_()), "run/model_6.pt does not fit this run: "),
+        (from_cuda(update=None), "this run differ in random/update; set what"),
+        (from_cuda(update=torch.zeros(16)), "random/environment has shape (5056,), the snapshot (16,)"),
+        (from_cuda(**dict.fromkeys(STREAMS, torch.zeros(16))), "random/environment has shape (5056,)"),
+        (from_cuda(**dict.fromkeys(STREAMS, torch.zeros(4, 4, dtype=torch.uint8))), "the snapshot (4, 4)"),
+        (from_cuda(update=torch.zeros(4, 4, dtype=torch.uint8)), "random/environment has shape (5056,)"),
+        (filled("critic/parameters", float("nan")), "run/model_6.pt: critic/parameters has values that are not finite"),
+        (filled("env/penalty_scale", float("inf")), "has values that are not finite; choose an earlier one with algo."),
+        (filled("critic/adamw_step", -1), "run/model_6.pt: critic/adamw_step has negative values; choose an earlier"),
+        (filled("actor/adamw_exp_avg_sq", -1e-3), "actor/adamw_exp_avg_sq has negative values"),
+        (filled("env/episode_count", -1), "env/episode_count has negative values"),
         (lambda run: torch.save([1], run / "model_6.pt"), "it must hold a mapping, found list"),
         (truncated, "model_6.pt cannot be read: it is no archive, or its end is missing; name another iteration"),
         (altered(extra=Hostile(Path("ran"))), "it holds more than data, and what it holds might run as code"),
@@ -414,4 +452,30 @@ def test_a_run_that_is_not_over_is_not_gone_on_with(copied: Path) -> None:
     with closing(EventLog(copied / "attempt-002", Clock.start())):
         message = refused(f"algo.load_run={copied}")
     assert "a run still writes run/attempt-002; wait for its end, or end it, before going on" in message
+    assert train("algo.resume=true", f"algo.load_run={copied}", "algo.max_iterations=7").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("reward_scale/largest_return", float("nan"), "values that are not finite"),
+        ("reward_scale/variance", -1.0, "negative values"),
+        ("reward_scale/count", -1.0, "negative values"),
+        ("critic/trunk.norm.running_var", -1.0, "negative values"),
+        ("actor/network.mask_count", float("nan"), "values that are not finite"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(tmp_path: Path, name: str, value: float, problem: str) -> None:
+    rig = begun(config=flash())
+    content = contents(RunConfig(algo=flash()), rig.env.task, rig.learner, rig.registry, 1, 8)
+    content["state"]["actor/network.mask_count"] = torch.tensor([-float("inf"), -1.0])
+    _check_values(Checkpoint(tmp_path, "", content))
+    content["state"][name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=f": {name} has {problem}; choose an earlier one with algo.checkpoint"):
+        _check_values(Checkpoint(tmp_path, "", content))
+
+
+def test_a_run_whose_last_update_was_skipped_goes_on(copied: Path) -> None:
+    """Its metrics say why it was skipped, and are written anew."""
+    filled("learner/Train/critic_gradient_norm", float("inf"))(copied)
     assert train("algo.resume=true", f"algo.load_run={copied}", "algo.max_iterations=7").code == 0
