@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,34 @@ def interrupts_once() -> AbstractContextManager[None]:
 def deaf() -> AbstractContextManager[None]:
     """Within, a second Ctrl-C or termination cannot keep the end of the run from being recorded."""
     return _handling(signal.SIG_IGN, *_ENDING)
+
+
+class Arrivals:
+    """Signals as they arrive, for another thread: the main thread may hang in a call that no handler interrupts.
+
+    Made and closed in the main thread. Only signals that have a handler of Python are seen.
+
+    Attributes:
+        descriptor: readable when one has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._end = os.pipe()
+        for end in (self.descriptor, self._end):
+            os.set_blocking(end, False)
+        self._former = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
+
+    def interrupted(self) -> bool:
+        """Whether a Ctrl-C or a termination has arrived since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return not set(os.read(self.descriptor, 4096)).isdisjoint(_ENDING)
+        return False
+
+    def close(self) -> None:
+        """See no more."""
+        signal.set_wakeup_fd(self._former)
+        os.close(self.descriptor)
+        os.close(self._end)
 
 
 @contextmanager

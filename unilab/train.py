@@ -247,7 +247,7 @@ class _Run:
         transport = transport_of_ranks(ranks, on_cuda, config.training.nccl_transport, environment)
         os.environ.update(transport.variables)  # of the others too, which inherit them
         meeting, entries = directory.path / MEETING_FILE, () if ranks.launched else ranks.entries
-        with RankProcesses(command, entries, meeting, self.write_failure) as others:
+        with RankProcesses(command, entries, meeting, self.write_last_words) as others:
             with others.watching():
                 self.runner = self.place.join(meeting, self.resume.checkpoint if self.resume else None)
             with self.runner as runner, _view(self.place) as view, others.watching():
@@ -257,9 +257,10 @@ class _Run:
                 with _trace(config, directory.path) as trace:
                     runner.run(self.log, view, directory, trace)
 
-    def write_failure(self, message: str) -> None:
-        """The end of a run whose process hangs, of another rank's failure."""
-        self.write_end(FAILED, RuntimeError(message), time.monotonic())
+    def write_last_words(self, error: BaseException) -> None:
+        """The end of a run whose process hangs, of another rank's failure or an interrupt."""
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+        self.write_end(status, error, time.monotonic())
 
     def write_end(
         self, status: str, cause: BaseException | None, ended: float, artifacts: dict[str, str] | None = None
