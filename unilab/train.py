@@ -158,6 +158,7 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
     except KeyboardInterrupt:
+        print(f"train: rank {ranks.rank} was interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         traceback.print_exception(error)
