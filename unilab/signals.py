@@ -12,9 +12,13 @@ from typing import Any
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def sigterm_interrupts() -> AbstractContextManager[None]:
-    """Within, a termination ends the run as Ctrl-C does."""
-    return _handling(_interrupt, signal.SIGTERM)
+def sigterm_interrupts(reason: str = "") -> AbstractContextManager[None]:
+    """Within, a termination ends the run as Ctrl-C does, and the `KeyboardInterrupt` says the reason."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt(reason)
+
+    return _handling(interrupt, signal.SIGTERM)
 
 
 def interrupts_once() -> AbstractContextManager[None]:
@@ -63,10 +67,6 @@ def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, former in zip(signals, previous, strict=True):
             signal.signal(number, former)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _interrupt_once(*_: object) -> None:

@@ -122,7 +122,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         print(line)
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
-    with sigterm_interrupts():
+    with _terminations(ranks):
         return _train_and_record(place, directory, argv, environment, command, resume, mirror)
 
 
@@ -153,17 +153,28 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
     from unilab.rank import follow
 
     try:
-        with sigterm_interrupts():
+        with _terminations(ranks):
             follow(config, ranks, Path())
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
-    except KeyboardInterrupt:
-        print(f"train: rank {ranks.rank} was interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"train: rank {ranks.rank} was interrupted{_reason(interrupt)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         traceback.print_exception(error)
         return _refuse(RuntimeError(f"rank {ranks.rank} failed: {error}"), EXIT_FAILED)
     return EXIT_OK
+
+
+def _terminations(ranks: Ranks) -> AbstractContextManager[None]:
+    """What a termination does while a run lasts. A launcher sends it to the ranks that are left when one has failed."""
+    if ranks.launched and ranks.world_size > 1:
+        return sigterm_interrupts("SIGTERM, which a launcher sends when another rank failed; see its output")
+    return sigterm_interrupts()
+
+
+def _reason(error: BaseException | None) -> str:
+    return f" ({error})" if error and str(error) else ""
 
 
 def _train_and_record(
@@ -329,7 +340,7 @@ def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: Ba
         print(f"completed {config.algo.max_iterations} iterations in {directory.path}")
         return EXIT_OK
     if status == INTERRUPTED:
-        print(f"interrupted; what was written stays in {directory.path}", file=sys.stderr)
+        print(f"interrupted{_reason(error)}; what was written stays in {directory.path}", file=sys.stderr)
         return EXIT_INTERRUPTED
     import traceback
 

@@ -23,6 +23,7 @@ from unilab import train
 from unilab.names import BACKEND_MS, INVALID_ROWS, ITERATION_TIME, LEARNING_TIME, TOTAL_FPS, rank_tag
 from unilab.physics.pinning import LINUX, allowed_cpus
 from unilab.rank_processes import RankFailed
+from unilab.ranks import Ranks
 from unilab.run_dir import RunDirectory
 
 LIMIT = 10.0  # seconds from a failure to the end of everything
@@ -119,6 +120,12 @@ def test_ranks_of_torchrun_learn_the_same(run: Run, tmp_path: Path) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert other.json("manifest.json")["dp_sync"] == run.json("manifest.json")["dp_sync"]
     assert other.path.name.endswith("_gpux2")
+
+
+@pytest.mark.parametrize(("launched", "message"), [(False, "^$"), (True, "^SIGTERM, which a launcher sends when")])
+def test_a_termination_under_a_launcher_says_where_to_look(launched: bool, message: str) -> None:
+    with pytest.raises(KeyboardInterrupt, match=message), train._terminations(Ranks(0, 2, launched=launched)):
+        signal.raise_signal(signal.SIGTERM)
 
 
 Start = Callable[[], tuple[subprocess.Popen[str], list[psutil.Process]]]
