@@ -247,11 +247,16 @@ class _Run:
             environment: that of the command.
             command: starts another rank.
         """
+        from unilab.checkpoint import attempts
         from unilab.provenance import command_facts
         from unilab.rank_processes import RankProcesses
+        from unilab.run_dir import remove_leftovers
         from unilab.transport import transport_of_ranks
 
         config, ranks, directory = self.place.config, self.place.ranks, self.directory
+        run = directory.path.parent
+        for folder in (run, *attempts(run)) if self.resume else ():
+            remove_leftovers(folder)
         origin = {"resumed_from": self.resume.facts() if self.resume else None}
         directory.write_config(config)
         directory.write_command(command_facts(argv, environment) | origin)
