@@ -142,6 +142,7 @@ def test_an_interrupt_ends_all_where_rank_0_does_not_hear_it(
     run = group(what)
     run.started(1)
     while not (tmp_path / "deaf").exists():
+        assert run.process.poll() is None
         time.sleep(0.02)
     run.process.send_signal(signal.SIGINT)
     assert run.ended() == (130, out, err)
