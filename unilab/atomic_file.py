@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def partial_name(name: str) -> str:
+    """What a file is called until it is whole; stays behind where its writer was killed."""
+    return f".{name}.partial"
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary name beside `path` to write to; it becomes `path` at the end, and is removed on a failure."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(partial_name(path.name))
     try:
         yield temporary
         temporary.replace(path)

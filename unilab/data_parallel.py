@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from unilab.names import GRADIENT_MEAN
 
 START_TIMEOUT = 180.0  # seconds for every rank to arrive
 COLLECTIVE_TIMEOUT = 600.0  # of an eager collective; a rank may compile for minutes before it takes part
+_CONNECT_SECONDS = 1.0  # of one attempt to reach rank 0
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
@@ -74,7 +75,7 @@ class DataParallel:
         """
         group = cls(rank, world_size)
         if world_size > 1:
-            group._store = store = _store(store_file, world_size, timeout)
+            group._store = store = _store(store_file, rank, world_size, timeout)
             store.set(f"here/{rank}", "")
             _wait_for(store, "here", rank, world_size, timeout)
             group.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -170,12 +171,34 @@ class DataParallel:
         self.warmed_up = True
 
 
-def _store(file: Path | None, world_size: int, timeout: float) -> Store:
+def _store(file: Path | None, rank: int, world_size: int, timeout: float) -> Store:
     if file is None:
-        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
-        return store
+        return _launchers_store(rank, world_size, timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # one host; its name may lead nowhere
     return FileStore(str(file.absolute()), world_size)
+
+
+def _launchers_store(rank: int, world_size: int, timeout: float) -> Store:
+    """Where a launcher's variables say, as `env://` of torch does; but every wait is one that Python can interrupt."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        _wait_for_port(address, port, rank, timeout)
+    limit = timedelta(seconds=timeout)
+    return TCPStore(address, port, world_size, is_master=serves, timeout=limit, wait_for_workers=False)
+
+
+def _wait_for_port(address: str, port: int, rank: int, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+                raise TimeoutError(f"rank {rank} waited {timeout:g} s for rank 0 at {place}: {error}") from None
+        time.sleep(0.1)
 
 
 def _wait_for(store: Store, what: str, rank: int, world_size: int, timeout: float) -> None:

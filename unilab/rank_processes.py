@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from unilab.names import EXIT_FAILED
-from unilab.physics.process import child_environment, ending
+from unilab.names import EXIT_FAILED, EXIT_INTERRUPTED
+from unilab.physics.process import STOP_TIMEOUT, child_environment, ending
 from unilab.ranks import VISIBLE_DEVICES
+from unilab.signals import Arrivals
 
 FINISH_TIMEOUT = 30.0  # from rank 0 being done to every other rank having ended
-ABANDON_TIMEOUT = 8.0  # from a failure to the end of rank 0's process, whatever it is doing
+# From a failure or an interrupt to the end of rank 0's process, whatever it is doing: its collector is given up before.
+ABANDON_TIMEOUT = STOP_TIMEOUT + 3.0
 _LOOK_SECONDS = 0.2
 _CAUSE_SECONDS = 0.3  # several ranks fail within this time of each other: the cause is among them
 _VERDICT_SECONDS = 1.0  # from an error of rank 0 to the news that it came from another rank
@@ -64,10 +66,11 @@ class RankProcesses:
         command: program and arguments of a rank; what `RankSeat.take` reads is appended.
         entries: the device entry of every rank, rank 0's too; an empty list for a run of one rank.
         store: file where the ranks meet; removed at the end.
-        last_words: called with a failure's message before rank 0's process is ended because it hangs.
+        last_words: called with a failure or an interrupt before rank 0's process is ended because it hangs.
 
     Attributes:
         failure: the failure of the rank that failed first.
+        interrupt: the Ctrl-C or termination that ended the others.
     """
 
     def __init__(
@@ -75,13 +78,15 @@ class RankProcesses:
         command: Sequence[str],
         entries: Sequence[str],
         store: Path,
-        last_words: Callable[[str], None] = lambda message: None,
+        last_words: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.failure: RankFailed | None = None
+        self.interrupt: KeyboardInterrupt | None = None
         self._store, self._last_words = store, last_words
         self._lock, self._over, self._watching = threading.Lock(), threading.Event(), False
         self._closing = self._abandoned = False
         self._children: list[_Child] = []
+        self._arrivals = Arrivals()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             for rank in range(1, len(entries)):
@@ -130,8 +135,8 @@ class RankProcesses:
         except BaseException as error:
             self._watching = False
             cause = self._cause(error)
-            self._abandon(str(cause or f"{type(error).__name__}: {error}"))
-            if cause is not None and cause is not error:
+            self._abandon(cause)
+            if cause is not error:
                 raise cause from error
             raise
         finally:
@@ -144,24 +149,26 @@ class RankProcesses:
             self._watching = False
             raise self.failure
 
-    def _cause(self, error: BaseException) -> RankFailed | None:
-        """The failure of another rank that an error of this one follows from, if there is one."""
-        if isinstance(error, Exception):  # not of an interrupt
-            deadline = time.monotonic() + _VERDICT_SECONDS
-            while self.failure is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-        return self.failure
+    def _cause(self, error: BaseException) -> BaseException:
+        """What an error of this rank follows from: another's failure, an interrupt that ended the others, or itself."""
+        if not isinstance(error, Exception):
+            return self.failure or error
+        deadline = time.monotonic() + _VERDICT_SECONDS
+        while not (self.failure or self.interrupt) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.failure or self.interrupt or error
 
     def _watch(self) -> None:
-        """Look after the children until one fails or all have ended well."""
+        """Look after the children and the signals that arrive, until one fails or an interrupt ends them."""
         while not self._closing:
             self._listen(_LOOK_SECONDS)
+            if self._arrivals.interrupted():
+                self.interrupt = KeyboardInterrupt()
+                return self._abandon(self.interrupt)
             if self._symptoms():
                 time.sleep(_CAUSE_SECONDS)
                 self._listen(0.0)
                 return self._declare(self._symptoms()[0])
-            if all(child.process.poll() is not None for child in self._children):
-                return None
         return None
 
     def _symptoms(self) -> list[RankFailed]:
@@ -169,15 +176,15 @@ class RankProcesses:
         return [_failure(*found[1:]) for found in sorted(filter(None, (child.symptom() for child in self._children)))]
 
     def _listen(self, timeout: float) -> None:
-        """Read what the children say; returns early when one says something or dies."""
+        """Read what the children say; returns early when one says something or dies, or a signal arrives."""
         poll = select.poll()
+        poll.register(self._arrivals.descriptor, select.POLLIN)
         open_reports = {child.report: child for child in self._children if child.report >= 0}
         for descriptor in open_reports:
             poll.register(descriptor, select.POLLIN)
-        if not open_reports:
-            time.sleep(timeout)
-            return
         for descriptor, _ in poll.poll(timeout * 1000):
+            if descriptor not in open_reports:
+                continue
             child = open_reports[descriptor]
             piece = os.read(descriptor, 65536)
             child.said += piece
@@ -198,23 +205,27 @@ class RankProcesses:
         with self._lock:
             if self._watching:
                 signal.pthread_kill(main, _INTERRUPT)
-        self._abandon(str(failure))
+        self._abandon(failure)
 
-    def _abandon(self, message: str) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """End the other ranks now, and this process if it has not ended by itself in time."""
         _kill(self._children)
         with self._lock:
             first, self._abandoned = not self._abandoned, True
         if first:
-            threading.Thread(target=self._end_in_time, args=(message,), name="ranks-deadline", daemon=True).start()
+            threading.Thread(target=self._end_in_time, args=(error,), name="ranks-deadline", daemon=True).start()
 
-    def _end_in_time(self, message: str) -> None:
-        if not self._over.wait(ABANDON_TIMEOUT):
-            try:
-                print(f"train: the run failed: {message}", file=sys.stderr, flush=True)
-                self._last_words(message)
-            finally:
-                os._exit(EXIT_FAILED)
+    def _end_in_time(self, error: BaseException) -> None:
+        if self._over.wait(ABANDON_TIMEOUT):
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        said = "interrupted" if interrupted else f"the run failed: {str(error) or type(error).__name__}"
+        try:
+            print(f"train: {said}", file=sys.stderr, flush=True)
+            self._store.unlink(missing_ok=True)
+            self._last_words(error)
+        finally:
+            os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
     def _finish(self) -> None:
         """Wait until every rank has ended by itself.
@@ -243,6 +254,7 @@ class RankProcesses:
             os.close(child.lifeline)
             if child.report >= 0:
                 os.close(child.report)
+        self._arrivals.close()
         self._store.unlink(missing_ok=True)
         self._over.set()
 

@@ -131,6 +131,8 @@ def _launched(environment: Mapping[str, str]) -> tuple[int, int, int, int] | Non
             f"{', '.join(present)} set without {', '.join(missing)}; a launcher sets all five, otherwise unset them"
         )
     rank, world_size, local_rank = (_number(environment, name) for name in LAUNCHER_VARIABLES[:3])
+    if not 0 < _number(environment, "MASTER_PORT") < 65536:
+        raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {environment['MASTER_PORT']!r}")
     local_size = _number(environment, LOCAL_SIZE) if LOCAL_SIZE in environment else world_size
     if not rank < world_size or local_rank > rank or not local_rank < local_size <= world_size:
         raise ValueError(

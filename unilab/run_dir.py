@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unilab.atomic_file import write_atomically
+from unilab.atomic_file import partial_name, write_atomically
 from unilab.config import RunConfig
 from unilab.names import (
     CHECKPOINT_PATTERN,
@@ -19,6 +19,7 @@ from unilab.names import (
     CONFIG_FILE,
     EVAL_FILE,
     MANIFEST_FILE,
+    MEETING_FILE,
     RUN_END_FILE,
     SCHEMA_VERSION,
 )
@@ -60,6 +61,13 @@ def runs_folder(config: RunConfig) -> Path:
     training = config.training
     root = Path(training.log_root) if training.log_root is not None else Path("logs") / config.algo.algo_log_name
     return root / training.task_name
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed left half made in a folder: its meeting place and a part of a checkpoint."""
+    parts = folder.glob(partial_name(CHECKPOINT_PATTERN.format(iteration="*")))
+    for path in (folder / MEETING_FILE, *parts):
+        path.unlink(missing_ok=True)
 
 
 class RunDirectory:

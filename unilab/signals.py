@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,9 +12,13 @@ from typing import Any
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def sigterm_interrupts() -> AbstractContextManager[None]:
-    """Within, a termination ends the run as Ctrl-C does."""
-    return _handling(_interrupt, signal.SIGTERM)
+def sigterm_interrupts(reason: str = "") -> AbstractContextManager[None]:
+    """Within, a termination ends the run as Ctrl-C does, and the `KeyboardInterrupt` says the reason."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt(reason)
+
+    return _handling(interrupt, signal.SIGTERM)
 
 
 def interrupts_once() -> AbstractContextManager[None]:
@@ -25,6 +31,34 @@ def deaf() -> AbstractContextManager[None]:
     return _handling(signal.SIG_IGN, *_ENDING)
 
 
+class Arrivals:
+    """Signals as they arrive, for another thread: the main thread may hang in a call that no handler interrupts.
+
+    Made and closed in the main thread. Only signals that have a handler of Python are seen.
+
+    Attributes:
+        descriptor: readable when one has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._end = os.pipe()
+        for end in (self.descriptor, self._end):
+            os.set_blocking(end, False)
+        self._former = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
+
+    def interrupted(self) -> bool:
+        """Whether a Ctrl-C or a termination has arrived since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return not set(os.read(self.descriptor, 4096)).isdisjoint(_ENDING)
+        return False
+
+    def close(self) -> None:
+        """See no more."""
+        signal.set_wakeup_fd(self._former)
+        os.close(self.descriptor)
+        os.close(self._end)
+
+
 @contextmanager
 def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
     previous = [signal.signal(number, handler) for number in signals]
@@ -33,10 +67,6 @@ def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, former in zip(signals, previous, strict=True):
             signal.signal(number, former)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _interrupt_once(*_: object) -> None:

@@ -122,7 +122,7 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
         print(line)
     print(f"run directory {directory.path}")
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
-    with sigterm_interrupts():
+    with _terminations(ranks):
         return _train_and_record(place, directory, argv, environment, command, resume, mirror)
 
 
@@ -153,16 +153,28 @@ def _follow(config: RunConfig, ranks: Ranks) -> int:
     from unilab.rank import follow
 
     try:
-        with sigterm_interrupts():
+        with _terminations(ranks):
             follow(config, ranks, Path())
     except HostUnfit as error:
         return _refuse(error, EXIT_HOST_UNFIT)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(f"train: rank {ranks.rank} was interrupted{_reason(interrupt)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         traceback.print_exception(error)
         return _refuse(RuntimeError(f"rank {ranks.rank} failed: {error}"), EXIT_FAILED)
     return EXIT_OK
+
+
+def _terminations(ranks: Ranks) -> AbstractContextManager[None]:
+    """What a termination does while a run lasts. A launcher sends it to the ranks that are left when one has failed."""
+    if ranks.launched and ranks.world_size > 1:
+        return sigterm_interrupts("SIGTERM, which a launcher sends when another rank failed; see its output")
+    return sigterm_interrupts()
+
+
+def _reason(error: BaseException | None) -> str:
+    return f" ({error})" if error and str(error) else ""
 
 
 def _train_and_record(
@@ -235,11 +247,16 @@ class _Run:
             environment: that of the command.
             command: starts another rank.
         """
+        from unilab.checkpoint import attempts
         from unilab.provenance import command_facts
         from unilab.rank_processes import RankProcesses
+        from unilab.run_dir import remove_leftovers
         from unilab.transport import transport_of_ranks
 
         config, ranks, directory = self.place.config, self.place.ranks, self.directory
+        run = directory.path.parent
+        for folder in (run, *attempts(run)) if self.resume else ():
+            remove_leftovers(folder)
         origin = {"resumed_from": self.resume.facts() if self.resume else None}
         directory.write_config(config)
         directory.write_command(command_facts(argv, environment) | origin)
@@ -247,7 +264,7 @@ class _Run:
         transport = transport_of_ranks(ranks, on_cuda, config.training.nccl_transport, environment)
         os.environ.update(transport.variables)  # of the others too, which inherit them
         meeting, entries = directory.path / MEETING_FILE, () if ranks.launched else ranks.entries
-        with RankProcesses(command, entries, meeting, self.write_failure) as others:
+        with RankProcesses(command, entries, meeting, self.write_last_words) as others:
             with others.watching():
                 self.runner = self.place.join(meeting, self.resume.checkpoint if self.resume else None)
             with self.runner as runner, _view(self.place) as view, others.watching():
@@ -257,9 +274,10 @@ class _Run:
                 with _trace(config, directory.path) as trace:
                     runner.run(self.log, view, directory, trace)
 
-    def write_failure(self, message: str) -> None:
-        """The end of a run whose process hangs, of another rank's failure."""
-        self.write_end(FAILED, RuntimeError(message), time.monotonic())
+    def write_last_words(self, error: BaseException) -> None:
+        """The end of a run whose process hangs, of another rank's failure or an interrupt."""
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+        self.write_end(status, error, time.monotonic())
 
     def write_end(
         self, status: str, cause: BaseException | None, ended: float, artifacts: dict[str, str] | None = None
@@ -327,7 +345,7 @@ def _conclude(config: RunConfig, directory: RunDirectory, status: str, error: Ba
         print(f"completed {config.algo.max_iterations} iterations in {directory.path}")
         return EXIT_OK
     if status == INTERRUPTED:
-        print(f"interrupted; what was written stays in {directory.path}", file=sys.stderr)
+        print(f"interrupted{_reason(error)}; what was written stays in {directory.path}", file=sys.stderr)
         return EXIT_INTERRUPTED
     import traceback
 

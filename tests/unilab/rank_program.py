@@ -5,6 +5,7 @@ Started as rank 0; it starts the others, which run the same function. Every rank
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent), str(HERE.parent / "sac")]
 
+from unilab import rank_processes  # noqa: E402
 from unilab.rank_processes import RankFailed, RankProcesses, RankSeat  # noqa: E402
 
 
@@ -66,7 +68,30 @@ def deaf(rank: int, *_: Any) -> None:
     """Rank 1 is killed while rank 0 is where no signal reaches it."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    _hear_nothing()
+
+
+def deaf_alone(rank: int, *_: Any) -> None:
+    """Rank 0 is where no signal reaches it, the rest is well."""
+    if rank == 0:
+        _hear_nothing()
+    time.sleep(60)
+
+
+def _hear_nothing() -> None:
+    rank_processes.ABANDON_TIMEOUT = 1.0  # as long as what it does not hear is not about its collector
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGINT})
+    (Path(sys.argv[2]) / "deaf").touch()
+    time.sleep(60)
+
+
+def fail_of_an_interrupt(rank: int, *_: Any) -> None:
+    """Rank 0 loses an interrupt, as in a destructor, and fails of the other rank's end."""
+    if rank == 0:
+        (Path(sys.argv[2]) / "deaf").touch()
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(60)
+        raise ConnectionError("peer")
     time.sleep(60)
 
 
@@ -114,6 +139,9 @@ def serve(what: Callable[..., None], out: Path, world_size: int) -> int:
             (out / "started").touch()
             with others.watching():
                 what(0, world_size, store, out)
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 130
     except RankFailed as error:
         print(f"failed: {error}")
         return 1

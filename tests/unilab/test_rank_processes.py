@@ -133,6 +133,22 @@ def test_a_rank_0_that_hears_nothing_is_ended_as_well(group: Start) -> None:
     assert err == "train: the run failed: rank 1 was killed by SIGKILL (the system kills so when memory runs out)\n"
 
 
+@pytest.mark.parametrize(
+    ("what", "out", "err"), [("deaf_alone", "", "train: interrupted\n"), ("fail_of_an_interrupt", "interrupted\n", "")]
+)
+def test_an_interrupt_ends_all_where_rank_0_does_not_hear_it(
+    group: Start, tmp_path: Path, what: str, out: str, err: str
+) -> None:
+    run = group(what)
+    run.started(1)
+    while not (tmp_path / "deaf").exists():
+        assert run.process.poll() is None
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended() == (130, out, err)
+    assert not (tmp_path / "meeting").exists()
+
+
 def test_a_rank_that_does_not_end_is_ended(group: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "FINISH_TIMEOUT", 0.5)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -114,6 +114,8 @@ def test_a_launchers_variables_come_together(missing: str) -> None:
         ({"RANK": "-1"}, "RANK must be a number from 0, got '-1'"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a number"),
         ({"LOCAL_RANK": "½"}, "LOCAL_RANK must be a number"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT must be a number from 0, got 'abc'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
         ({"LOCAL_WORLD_SIZE": "1"}, "contradict"),
         ({"LOCAL_WORLD_SIZE": "5"}, "contradict"),
         (visible("7"), "2 ranks on this host need a device each, 1 visible: 7; start fewer"),

@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from test_train import NAMES, SMALL, Run
 
+from unilab import train
 from unilab.names import BACKEND_MS, INVALID_ROWS, ITERATION_TIME, LEARNING_TIME, TOTAL_FPS, rank_tag
 from unilab.physics.pinning import LINUX, allowed_cpus
+from unilab.rank_processes import RankFailed
+from unilab.ranks import Ranks
+from unilab.run_dir import RunDirectory
 
 LIMIT = 10.0  # seconds from a failure to the end of everything
 PROGRAM = ["-m", "unilab.train", *NAMES, *SMALL]
@@ -116,6 +122,12 @@ def test_ranks_of_torchrun_learn_the_same(run: Run, tmp_path: Path) -> None:
     assert other.path.name.endswith("_gpux2")
 
 
+@pytest.mark.parametrize(("launched", "message"), [(False, "^$"), (True, "^SIGTERM, which a launcher sends when")])
+def test_a_termination_under_a_launcher_says_where_to_look(launched: bool, message: str) -> None:
+    with pytest.raises(KeyboardInterrupt, match=message), train._terminations(Ranks(0, 2, launched=launched)):
+        signal.raise_signal(signal.SIGTERM)
+
+
 Start = Callable[[], tuple[subprocess.Popen[str], list[psutil.Process]]]
 
 
@@ -183,6 +195,16 @@ def test_any_death_ends_everything_with_one_message(endless: Start, tmp_path: Pa
     assert ".ranks" not in run.names
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), "interrupted"), (RankFailed("rank 1 failed"), "failed")]
+)
+def test_the_end_of_a_rank_0_that_hangs_says_why(tmp_path: Path, error: BaseException, status: str) -> None:
+    nothing: Any = SimpleNamespace(count=3)
+    train._Run(nothing, RunDirectory(tmp_path), nothing, None, 0.0).write_last_words(error)
+    end = Run(tmp_path).end
+    assert (end["status"], end["exception"]) == (status, {"type": type(error).__name__, "message": str(error)})
+
+
 @pytest.mark.slow
 def test_a_killed_rank_0_leaves_nothing_running(endless: Start) -> None:
     rank_0, processes = endless()
@@ -194,8 +216,12 @@ def test_a_killed_rank_0_leaves_nothing_running(endless: Start) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_ranks_in_order(endless: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", ["", "unilab.rank"], ids=["in_order", "while_another_does_not_progress"])
+def test_an_interrupt_ends_all_ranks(endless: Start, tmp_path: Path, stopped: str) -> None:
     rank_0, processes = endless()
+    if stopped:
+        below(processes, stopped).suspend()
+        time.sleep(0.5)  # rank 0 waits in a collective
     rank_0.send_signal(signal.SIGTERM)
     _, err = rank_0.communicate(timeout=LIMIT)
     assert (rank_0.returncode, err) == (130, f"interrupted; what was written stays in {tmp_path / 'run'}\n")

@@ -205,12 +205,17 @@ def test_an_attempt_is_measured_by_itself_and_never_as_the_run(first: Run, secon
 
 
 def test_a_further_resume_sees_all_attempts(first: Run, second: Run) -> None:
+    """It also removes what a killed run left half made, and nothing else."""
+    before = first.names, second.names
+    for left in (first.path / ".ranks", first.path / ".model_9.pt.partial", second.path / ".model_30.pt.partial"):
+        left.touch()
     inside = train(f"algo.load_run={second.path}", "algo.resume=true", "algo.checkpoint=24", "algo.max_iterations=25")
     assert (inside.code, inside.path) == (0, first.path / "attempt-003")
     assert inside.json("manifest.json")["resumed_from"]["file"] == "attempt-002/model_24.pt"
     named = train(f"training.log_dir={first.path}", "algo.resume=true", "algo.max_iterations=28")
     assert (named.code, named.path) == (0, first.path / "attempt-004")
     assert named.json("manifest.json")["resumed_from"]["file"] == "attempt-002/model_27.pt"
+    assert (first.names - {"attempt-003", "attempt-004"}, second.names) == before
 
 
 def test_a_resumed_run_repeats_itself(first: Run, tmp_path: Path) -> None:
