@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from unilab.config import ALGORITHMS
-from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from unilab.names import AUTO_TRANSPORT, EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from unilab.probes.findings import Check, Findings
 from unilab.probes.setting import Setting
 from unilab.ranks import VISIBLE_DEVICES
-from unilab.transport import AUTO, Transport, choose_transport
+from unilab.transport import Transport, choose_transport
 
 # Each module has `run(setting) -> (checks, measurements)`.
 PROBES = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), EXIT_USAGE)
     transport = Transport({}, "none", (), "gloo")
     if not arguments.smoke:
-        transport = choose_transport(entries, AUTO, os.environ)
+        transport = choose_transport(entries, AUTO_TRANSPORT, os.environ)
     environment, overrides = {**os.environ, **transport.variables}, tuple(arguments.overrides)
     setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo, overrides)
     run: Probe = import_module(PROBES[arguments.probe]).run
