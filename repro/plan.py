@@ -357,8 +357,7 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained:
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
     gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
     offer = Offer(topology, host.cgroup_cpus, *gpus)
-    widest = max(case.width for case in matrix.cases)
-    placements = {case.name: _place(case, offer, widest) for case in matrix.cases}
+    placements = {case.name: _place(case, offer, matrix.widest) for case in matrix.cases}
     if not contained:
         return placements
     return {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
