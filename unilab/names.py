@@ -54,6 +54,7 @@ INVALID_ROWS = "Train/invalid_rows"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
+TIMEOUT_RATE = "Episode/timeout_rate"
 TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
 TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
 
