@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from repro.plan import Cell, Plan, is_pinned, pinning, same_words
+from repro.plan import Cell, Plan, asked_transport, is_pinned, pinning, same_words
 from repro.run_files import find_value
-from unilab.names import COMMAND_FILE, GRADIENT_MEAN
+from unilab.names import COMMAND_FILE, GRADIENT_MEAN, TRANSPORT_KEY
 
 # Reasons why a run's number does not count.
 NOT_AS_PLANNED = "not_as_planned"
@@ -52,6 +52,9 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
         asked[key] = (json.loads(lists), find_value(config, *key.split(".")))
     if cell.world_size > 1:
         asked |= _planned_ranks(cell, manifest, matrix.smoke)
+    transport = asked_transport(matrix, cell)
+    if transport is not None:
+        asked[TRANSPORT_KEY] = (transport, find_value(manifest, "dp_sync", "transport"))
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{NOT_AS_PLANNED}: {what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"

@@ -45,7 +45,7 @@ CODE_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 
 OVERRIDE = re.compile(r"^[+~]{0,2}(?P<key>[A-Za-z_][\w.]*(?:@[\w.]+)?)=.*$")
 NO_CHECKPOINT = "algo.save_interval=-1"
-OPTIONAL = ("learning", "evaluate", "strong", "probes")  # keys of a matrix that most do not have
+OPTIONAL = ("learning", "evaluate", "strong", "width", "probes")  # keys of a matrix that most do not have
 TRACE_OVERRIDE = "training.trace_enabled=true"  # what --trace adds to every run
 # Keys the suite sets by itself, and where the user says the same thing instead.
 OWNED_KEYS = {
@@ -174,6 +174,8 @@ class Matrix(Strict):
         learning: Asks whether the policies walk; its report has learning curves and no verdict on speed.
         evaluate: Episodes without exploration that each policy of a learning matrix is judged by; 0 judges none.
         strong: All cases have the same environments and batch in all, however many ranks share them: strong scaling.
+        width: CPUs are split into so many shares where no case has more pools: that of the whole matrix where only some
+            of its cases were named, so that each runs as it does among them.
         algo: Algorithm of every case.
         task: Task of every case.
         sim: Physics backend of every case.
@@ -199,6 +201,7 @@ class Matrix(Strict):
     learning: bool = False
     evaluate: Annotated[int, Field(ge=0, le=MOST_EPISODES)] = 0
     strong: bool = False
+    width: Annotated[int, Field(ge=0, le=MOST_RANKS**2)] = 0
     algo: Name
     task: Name
     sim: Name
@@ -270,6 +273,11 @@ class Matrix(Strict):
                     f"evaluate = {self.evaluate} needs the weights of {case.name!r}; take out {NO_CHECKPOINT}"
                 )
         return self
+
+    @property
+    def widest(self) -> int:
+        """Shares that CPUs are split into: `width`, or the pools of the case that has most."""
+        return max(self.width, *(case.width for case in self.cases))
 
     @model_serializer(mode="wrap")
     def _short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -399,10 +407,12 @@ def matrix_of_cases(names: list[str]) -> Matrix:
 
 
 def select_cases(matrix: Matrix, names: list[str]) -> Matrix:
-    """Return the matrix with only the named cases, in the given order, and the comparisons between them."""
+    """Return the matrix with only the named cases, in the given order, placed as in it, and their comparisons."""
     cases = tuple(next(case for case in matrix.cases if case.name == name) for name in names)
     kept = tuple(c for c in matrix.comparisons if c.numerator in names and c.denominator in names)
-    return matrix.model_copy(update={"cases": cases, "comparisons": kept})
+    selected = matrix.model_copy(update={"cases": cases, "comparisons": kept})
+    wider = matrix.widest > selected.widest
+    return selected.model_copy(update={"width": matrix.widest}) if wider else selected
 
 
 def adjust(matrix: Matrix, iterations: int | None, repeats: int | None, overrides: tuple[str, ...]) -> Matrix:

@@ -24,6 +24,7 @@ from repro.place import CannotHoldError, Cpu, Offer, Placement, choose_cpuset, p
 from repro.provenance import Source
 from repro.redact import Redactor
 from repro.schema import Strict, canonical_json
+from unilab.names import AUTO_TRANSPORT, TRANSPORT_KEY, TRANSPORT_VARIABLES
 
 TRAINER = (sys.executable, "-m", "unilab.train")
 # Variables that change what is measured behind a case's back; a case that wants one sets it.
@@ -228,7 +229,8 @@ def make_plan(
         now: Time of planning; None takes the clock.
 
     Raises:
-        UsageError: If the prefix or the timeout is malformed, or two cells would have the same id.
+        UsageError: If the prefix or the timeout is malformed, two cells would have the same id, or a variable would win
+            over the transport that a cell asks for.
     """
     if prefix is not None and not re.fullmatch(NAME, prefix):
         raise UsageError(f"--prefix {prefix!r}: use small letters, digits and _, beginning with a letter or digit")
@@ -240,6 +242,7 @@ def make_plan(
         for case, repeat, number in _order(matrix, placements)
     )
     _check_ids(cells)
+    _check_transports(matrix, cells, inherited)
     return Plan(
         schema_version=1,
         created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -284,6 +287,15 @@ def check_plan(plan: Plan) -> None:
         differing = _differing_field(expected, cell, _is_redacted(plan.matrix, case))
         if differing is not None:
             raise UsageError(f"{PLAN_FILE}: {differing} of cell {cell.id!r} is not what its own matrix gives")
+
+
+def asked_transport(matrix: Matrix, cell: Cell) -> str | None:
+    """The transport that a cell's ranks on GPUs are to use, or None where its settings leave that open."""
+    if matrix.smoke or cell.foreign or cell.world_size == 1:
+        return None
+    words = (word.lstrip("+").partition("=") for word in cell.arguments)
+    values = [value.strip("'\"") for key, _, value in words if key == TRANSPORT_KEY]
+    return values[-1] if values and values[-1] != AUTO_TRANSPORT else None
 
 
 def is_pinned(cell: Cell) -> bool:
@@ -345,8 +357,7 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained:
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
     gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
     offer = Offer(topology, host.cgroup_cpus, *gpus)
-    widest = max(case.width for case in matrix.cases)
-    placements = {case.name: _place(case, offer, widest) for case in matrix.cases}
+    placements = {case.name: _place(case, offer, matrix.widest) for case in matrix.cases}
     if not contained:
         return placements
     return {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
@@ -452,6 +463,17 @@ def _check_ids(cells: tuple[Cell, ...], source: str = "") -> None:
         if cell.id in seen:
             raise UsageError(f"{source}two cells would be called {cell.id!r}; rename one of the cases")
         seen.add(cell.id)
+
+
+def _check_transports(matrix: Matrix, cells: tuple[Cell, ...], inherited: Sequence[str]) -> None:
+    for cell in (cell for cell in cells if cell.skip_reason is None):
+        asked = asked_transport(matrix, cell)
+        winning = [name for name in TRANSPORT_VARIABLES if name in inherited or cell.environment.get(name)]
+        if asked is not None and winning:
+            raise UsageError(
+                f"case {cell.case!r} sets {TRANSPORT_KEY}={asked}, but {' and '.join(winning)} of the environment "
+                "would win over it; unset what is set"
+            )
 
 
 def _recorded_placement(cell: Cell) -> Placement | str:

@@ -84,6 +84,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "probes": probes_section(evidence),
         "problems": _problems(evidence),
         "runs": _runs(result, matrix.ceiling),
+        "several_ranks": any(cell.world_size > 1 for cell in evidence.plan.runnable),
         "sensitivity": _sensitivity(evidence),
         "noise": noise_sentence(result.noise) if measured else "",
         "steadiness": steadiness_table(result),

@@ -101,8 +101,10 @@ class Throughput:
         steadiness: trend and autocorrelation of the rate inside the window.
         physics_fraction: tail mean of the share of the tick spent inside physics, or None without the tag.
         exposed_ms: tail mean of the tick's time outside physics in ms, or None without the tag.
-        learner_cycle_ms: tail mean of the update phase's device time in ms, or None without the tag.
-        stages: tail mean in ms of every tag of `STAGE_TAGS` that was recorded, and of its ranks' own.
+        learner_cycle_ms: tail mean of the update phase's device time in ms, of several ranks the least of each record;
+            or None without the tag.
+        stages: tail mean in ms of every tag of `STAGE_TAGS` that was recorded, and of its ranks' own; the update
+            phase's is `learner_cycle_ms`.
         learner_rows_per_second: replay rows consumed by all learners per wall second, or None when the run directory
             does not say the batch size, updates and ranks.
         mean_reward: last value, or None without the tag or before the first finished episode.
@@ -220,7 +222,7 @@ def _throughput(
     steady = steadiness(series.steps[window.first_index :], series.wall_times[window.first_index :])
     trend = trend_note(steady)
     rows, row_notes = learner_rows
-    learning_seconds = _tail_mean(log, LEARNING_TIME, window)
+    stages = _stages(log, window)
     return Throughput(
         tag=tag,
         tail=tail,
@@ -234,8 +236,8 @@ def _throughput(
         steadiness=steady,
         physics_fraction=_tail_mean(log, PHYSICS_FRACTION, window),
         exposed_ms=_tail_mean(log, EXPOSED_MS, window),
-        learner_cycle_ms=None if learning_seconds is None else 1e3 * learning_seconds,
-        stages=_stages(log, window),
+        learner_cycle_ms=stages.get(LEARNING_TIME),
+        stages=stages,
         learner_rows_per_second=rows,
         mean_reward=_last(log, MEAN_REWARD),
         mean_episode_length=_last(log, MEAN_EPISODE_LENGTH),
@@ -463,7 +465,22 @@ def _stages(log: EventLog, window: Window) -> dict[str, float]:
         mean = _tail_mean(log, name, window)
         if mean is not None:
             found[name] = mean * (1e3 if tag in IN_SECONDS else 1.0)
-    return found
+    least = _least_learning(log, window)
+    return found if least is None else {**found, LEARNING_TIME: 1e3 * least}
+
+
+def _least_learning(log: EventLog, window: Window) -> float | None:
+    """Tail mean of the least that a rank's update phase took, in s, or None without tags of ranks.
+
+    Ranks wait for each other in the all-reduces, so what the others took longer is waiting and not work.
+    """
+    least: dict[int, float] = {}
+    for name, tag in _stage_tags(log).items():
+        if tag == LEARNING_TIME != name:
+            steps, values = _tail(log, name, window)
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                least[step] = min(value, least.get(step, math.inf))
+    return float(np.mean(list(least.values()))) if least else None
 
 
 def _stage_tags(log: EventLog) -> dict[str, str]:

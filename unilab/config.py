@@ -19,11 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from unilab.algorithm import AlgoConfig
 from unilab.flash_sac.config import FlashSacConfig
+from unilab.names import AUTO_TRANSPORT, TRANSPORT_KEY
 from unilab.sac.config import SacConfig
 from unilab.tasks.g1_walk_flat_config import G1WalkFlatConfig, G1WalkFlatRewards
 from unilab.tasks.go2_joystick_flat_config import Go2JoystickFlatConfig, Go2JoystickFlatRewards
 from unilab.tasks.velocity_task_config import RewardWeights, VelocityTaskConfig
-from unilab.transport import AUTO, FORMS, TRANSPORT_KEY
+from unilab.transport import FORMS
 from unilab.validation import require
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ BACKENDS = ("mujoco",)
 LOGGERS = ("tensorboard", "wandb", "none")
 WANDB_MODES = (None, "online", "offline", "disabled")
 NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
-TRANSPORTS = (AUTO, *FORMS)
+TRANSPORTS = (AUTO_TRANSPORT, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 MAX_STATES = 1000
 PLAYBACK = tuple(f"training.{name}" for name in ("no_play", "export_onnx", "play_env_num", "play_steps"))
@@ -102,7 +103,7 @@ class TrainingConfig:
     smoke: bool = False
     devices: list[int] | None = None
     dp_collector_cpu_ids: list[list[int]] | None = None
-    nccl_transport: str = AUTO
+    nccl_transport: str = AUTO_TRANSPORT
     use_amp: bool = True
     logger: str = "tensorboard"
     log_interval: int = 1

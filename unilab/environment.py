@@ -12,7 +12,14 @@ import copy
 import torch
 from torch import Tensor
 
-from unilab.names import INVALID_ROWS, MEAN_EPISODE_LENGTH, MEAN_REWARD, TRACKING_ERROR_ANG, TRACKING_ERROR_LIN
+from unilab.names import (
+    INVALID_ROWS,
+    MEAN_EPISODE_LENGTH,
+    MEAN_REWARD,
+    TIMEOUT_RATE,
+    TRACKING_ERROR_ANG,
+    TRACKING_ERROR_LIN,
+)
 from unilab.physics.spec import KEEP, RESET, SET_VELOCITY
 from unilab.state import StateRegistry
 from unilab.tasks.velocity_task import VelocityTask
@@ -348,7 +355,7 @@ class Episodes:
         return {
             MEAN_REWARD: mean_return,
             MEAN_EPISODE_LENGTH: mean_length,
-            "Episode/timeout_rate": self.timeout_rate,
+            TIMEOUT_RATE: self.timeout_rate,
             "Train/penalty_scale": self.penalty_scale,
         }
 

@@ -28,6 +28,11 @@ TRACE_FILE = "trace.json"  # with training.trace_enabled, before the first tick
 # `dp_sync.mode` of manifest.json, where there are several ranks.
 GRADIENT_MEAN = "gradient_mean_per_optimizer_step"
 
+# How NCCL carries data between ranks: the setting, its value for a choice by trial, and what of a user wins over it.
+TRANSPORT_KEY = "training.nccl_transport"
+AUTO_TRANSPORT = "auto"
+TRANSPORT_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NET")
+
 # Values of run_end.json's `status`.
 COMPLETED = "completed"
 FAILED = "failed"
@@ -49,6 +54,7 @@ INVALID_ROWS = "Train/invalid_rows"
 TRAIN_ITERATION = "Train/iteration"
 MEAN_REWARD = "Train/mean_reward"
 MEAN_EPISODE_LENGTH = "Train/mean_episode_length"
+TIMEOUT_RATE = "Episode/timeout_rate"
 TRACKING_ERROR_LIN = "Episode/tracking_error_lin"  # m/s
 TRACKING_ERROR_ANG = "Episode/tracking_error_ang"  # rad/s
 

@@ -154,6 +154,11 @@ class UpdatePhase:
         self.metric_names = list(self._measure())
         self.metrics = torch.zeros(len(self.metric_names), device=device)
 
+    @property
+    def episodes(self) -> Tensor:
+        """`()` int64 episodes finished so far, at a fixed address; their means are averaged over ranks by it."""
+        return self._environment.episodes.count
+
     def run(self) -> None:
         """Draw at the head, gather into the static batch, then update `updates_per_step` times."""
         self._indices.random_(generator=self._generator)

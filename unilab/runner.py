@@ -289,8 +289,10 @@ class Runner:
         self._update_phase = UpdatePhase(
             self._environment, self._learner, self._replay, algo, task.action_dim, update, self.registry
         )
-        metrics, names = self._update_phase.metrics, self._update_phase.metric_names
-        self._statistics = RankStatistics(metrics, names, self._ranks)
+        update_phase = self._update_phase
+        self._statistics = RankStatistics(
+            update_phase.metrics, update_phase.metric_names, self._ranks, update_phase.episodes
+        )
         draws_of_acting = [environment, exploration]
         self._run_act = [Phase(partial(self._act_phase.run, group), draws_of_acting) for group in range(len(groups))]
         self._run_update = Phase(self._learn, [update])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unilab.gpus import find_gpus
+from unilab.names import AUTO_TRANSPORT, TRANSPORT_KEY, TRANSPORT_VARIABLES
 from unilab.ranks import Ranks
 from unilab.trial import try_ranks
 
@@ -24,9 +25,6 @@ FORMS = {
     "shm": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0"},
     "tcp": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 }
-AUTO = "auto"
-TRANSPORT_KEY = "training.nccl_transport"
-STEERING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NET")  # set by a user, they decide
 # What NCCL's log calls them, as in "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM".
 WORDS = {"p2p": "P2P", "shm": "SHM", "tcp": "NET"}
 CHANNEL = re.compile(r"Channel .* via (P2P|SHM|NET)/")
@@ -140,10 +138,10 @@ def choose_transport(
     """
     if len(entries) < 2:
         return Transport({}, "none", (), "one rank sends nothing")
-    explicit = {name: environment[name] for name in STEERING if environment.get(name)}
+    explicit = {name: environment[name] for name in TRANSPORT_VARIABLES if environment.get(name)}
     if explicit:
         return _explicit(explicit, setting)
-    if setting != AUTO:
+    if setting != AUTO_TRANSPORT:
         return Transport(dict(FORMS[setting]), setting, (), f"{TRANSPORT_KEY}={setting}")
     path, key = _memory(identify(entries), environment)
     remembered = _recall(path, key)
@@ -163,12 +161,12 @@ def choose_transport(
 def _explicit(explicit: Mapping[str, str], setting: str) -> Transport:
     """The user's variables, and for one of the two switches left open what the setting says, `auto` meaning TCP."""
     switches = FORMS["tcp"].keys() & explicit.keys()
-    base = FORMS["tcp" if setting == AUTO else setting] if switches or setting != AUTO else {}
+    base = FORMS["tcp" if setting == AUTO_TRANSPORT else setting] if switches or setting != AUTO_TRANSPORT else {}
     added = {name: value for name, value in base.items() if name not in explicit}
     reason = f"{_assignments(explicit)} of the environment"
     if added:
         reason += f", {_assignments(added)} from {TRANSPORT_KEY}={setting}"
-    elif setting != AUTO:
+    elif setting != AUTO_TRANSPORT:
         agree = base.items() <= explicit.items()
         reason += f", {'as' if agree else 'against'} {TRANSPORT_KEY}={setting}"
     return Transport(added | dict(explicit), "explicit", (), reason)

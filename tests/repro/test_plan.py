@@ -217,6 +217,22 @@ def test_only_present_variables_are_named_as_cleared() -> None:
     assert plan.cleared_environment == ("NCCL_PROTO", "CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.parametrize("name", ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NET"])
+def test_a_variable_that_wins_over_the_transport_of_a_case_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'ranks2_shm' sets training.nccl_transport=shm, but {name} of the environ"):
+        plan_for(load_matrix("ablation"), 32, 2, inherited=["NCCL_DEBUG", name])
+    plan_for(load_matrix("ablation"), 32, 1, inherited=[name])  # two ranks are skipped
+    plan_for(load_matrix("dual"), 32, 2, inherited=[name])  # asks for no transport, so a user's variables go on winning
+    plan_for(load_matrix("ablation"), 32, 2, inherited=["NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLED"])
+
+
+def test_a_cases_own_variable_may_not_win_over_its_transport() -> None:
+    matrix = load_matrix("ablation")
+    cases = tuple(case.model_copy(update={"environment": {"NCCL_SHM_DISABLE": "1"}}) for case in matrix.cases)
+    with pytest.raises(UsageError, match="NCCL_SHM_DISABLE of the environment would win over it; unset what is set"):
+        plan_for(matrix.model_copy(update={"cases": cases}), 32, 2)
+
+
 def test_time_is_estimated_for_what_can_run() -> None:
     matrix = toy_matrix(startup_estimate_seconds=3.0, iteration_estimate_seconds=0.5, iterations=10)
     assert plan_for(matrix).estimated_seconds == 5 * (3.0 + 10 * 0.5)

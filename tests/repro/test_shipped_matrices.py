@@ -156,9 +156,20 @@ def test_named_cases_are_found_where_their_name_is_unique() -> None:
     assert matrix_of_cases(["n1_both"]).name == "pools"
 
 
+@pytest.mark.parametrize(("matrix", "case"), [("pools", "n1_pool"), ("strong", "strong1"), ("pools", "n1_both")])
+def test_a_case_by_itself_gets_the_cpus_it_has_in_its_matrix(matrix: str, case: str) -> None:
+    alone = make_plan(matrix_of_cases([case]), *make_host(32, 2), SOURCE)
+    whole = make_plan(load_matrix(matrix), *make_host(32, 2), SOURCE)
+    cells = {cell.id: cell for cell in whole.cells if cell.case == case}
+    shared = [cell for cell in alone.cells if cell.id in cells]
+    assert shared and [cells[cell.id] for cell in shared] == shared
+    assert parse_model(Plan, canonical_json(alone), "plan.json") == alone
+    check_plan(alone)
+
+
 def test_new_keys_are_not_in_the_files_of_matrices_without_them() -> None:
     text = canonical_json(load_matrix("dual"))
-    assert '"pools"' not in text and '"strong"' not in text
+    assert '"pools"' not in text and '"strong"' not in text and '"width"' not in text
     for name in ("documents", "pools", "strong"):
         matrix = load_matrix(name)
         assert parse_model(type(matrix), canonical_json(matrix), name) == matrix

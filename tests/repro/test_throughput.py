@@ -225,6 +225,22 @@ def test_an_absent_tag_gives_none_not_zero(fake_run: FakeRun, tag: str, attribut
     assert getattr(measure(fake_run(tags={tag: None})), attribute) is None
 
 
+def test_the_update_of_several_ranks_is_that_of_the_least_of_each_record(tmp_path: Path) -> None:
+    """Two ranks that work 6 ms and wait in turn for each other; the run's own tag is rank 0's."""
+    events = []
+    for number, (step, seconds) in enumerate(zip(STEPS, TIMES, strict=True)):
+        own = [0.006 + 0.040 * (number % 2 == rank) for rank in range(2)]
+        tags = {names.rank_tag(names.LEARNING_TIME, rank): value for rank, value in enumerate(own)}
+        events.append(scalar_event(step, WALL_START + seconds, {"a/rate": 1.0, names.LEARNING_TIME: own[0], **tags}))
+    write_events(tmp_path / "events.out.tfevents.1.host", events)
+    found = measure(tmp_path, tag="a/rate", min_points=10, require_run_end=False)
+    assert found.learner_cycle_ms == pytest.approx(6.0)
+    assert found.stages[names.LEARNING_TIME] == found.learner_cycle_ms
+    # Rank 0 waits in two of the window's five records, rank 1 in the others.
+    assert found.stages[names.rank_tag(names.LEARNING_TIME, 0)] == pytest.approx(6.0 + 40.0 * 2 / 5)
+    assert found.stages[names.rank_tag(names.LEARNING_TIME, 1)] == pytest.approx(6.0 + 40.0 * 3 / 5)
+
+
 @pytest.mark.parametrize("lost", [names.CONFIG_FILE, names.MANIFEST_FILE])
 def test_rows_need_the_sizes_of_the_run(fake_run: FakeRun, lost: str) -> None:
     run_dir = fake_run()

@@ -13,12 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from unilab.atomic_file import write_atomically
 from unilab.config import ALGORITHMS
-from unilab.names import EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from unilab.names import AUTO_TRANSPORT, EXIT_FAILED, EXIT_HOST_UNFIT, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from unilab.probes.findings import Check, Findings
 from unilab.probes.setting import Setting
 from unilab.ranks import VISIBLE_DEVICES
-from unilab.transport import AUTO, Transport, choose_transport
+from unilab.transport import Transport, choose_transport
 
 # Each module has `run(setting) -> (checks, measurements)`.
 PROBES = {
@@ -34,6 +35,14 @@ MOST_ON_CPU = 16  # ranks with --smoke, where no count of GPUs bounds them; each
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a probe; returns the exit code: 0 passed, 1 failed, 2 wrong usage, 3 host unfit, 130 interrupted."""
     arguments = _parser().parse_intermixed_args(argv)
+    try:
+        return _probe(arguments)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", EXIT_INTERRUPTED)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    """Check what is asked for, run it and give the findings; returns the exit code."""
     began, backend = time.monotonic(), "gloo" if arguments.smoke else "nccl"
     try:
         entries = choose_entries(arguments.world_size, arguments.smoke, os.environ)
@@ -44,14 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), EXIT_USAGE)
     transport = Transport({}, "none", (), "gloo")
     if not arguments.smoke:
-        transport = choose_transport(entries, AUTO, os.environ)
+        transport = choose_transport(entries, AUTO_TRANSPORT, os.environ)
     environment, overrides = {**os.environ, **transport.variables}, tuple(arguments.overrides)
     setting = Setting(tuple(entries), backend, environment, arguments.compile_loss, arguments.algo, overrides)
     run: Probe = import_module(PROBES[arguments.probe]).run
-    try:
-        checks, measurements = run(setting)
-    except KeyboardInterrupt:
-        return _refuse("interrupted", EXIT_INTERRUPTED)
+    checks, measurements = run(setting)
     found = Findings(
         probe=arguments.probe,
         smoke=arguments.smoke,
@@ -66,11 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         measurements=tuple(measurements),
     )
     text = json.dumps(found.to_json(), indent=1) + "\n"
-    if arguments.output is None:
+    written = _give(text, arguments.output)
+    return EXIT_OK if found.passed and written else EXIT_FAILED
+
+
+def _give(text: str, output: Path | None) -> bool:
+    """Write the findings whole or not at all, else print them; returns whether they are where they were asked for."""
+    if output is None:
         print(text, end="")
-    else:
-        arguments.output.write_text(text)
-    return EXIT_OK if found.passed else EXIT_FAILED
+        return True
+    try:
+        if output.exists() and not output.is_file():  # a device or a pipe, which nothing may replace
+            output.write_text(text)
+        else:
+            write_atomically(output, lambda file: file.write(text.encode()))
+    except OSError as error:
+        print(text, end="")
+        print(f"probe: --output {output}: {error.strerror}; the findings are printed", file=sys.stderr)
+        return False
+    return True
 
 
 def _check(arguments: argparse.Namespace, backend: str) -> None:

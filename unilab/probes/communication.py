@@ -70,7 +70,7 @@ def payload_elements(world_size: int) -> dict[str, int]:
     task = config.build_task(1, cpu)
     environment = Environment(task, 1, cpu, torch.Generator(), registry)
     learner = config.algo.build_learner((task.obs_dim, task.critic_dim, task.action_dim), cpu, False, registry)
-    row = len(learner.metrics) + len(environment.metrics()) + len(HOST_MEASURES)
+    row = len(learner.metrics) + len(environment.metrics()) + len(HOST_MEASURES) + 2  # the last update's time, episodes
     return {
         "latency": 1,
         "statistics": world_size * row,

@@ -40,7 +40,8 @@ class Learning:
     def __init__(self, config: RunConfig, device: torch.device, compiled: bool, ranks: DataParallel) -> None:
         self.config, self.ranks = config, ranks
         self.rank = SyntheticRank(config, device, compiled, ranks)
-        self._statistics = RankStatistics(self.rank.phase.metrics, self.rank.phase.metric_names, ranks)
+        phase = self.rank.phase
+        self._statistics = RankStatistics(phase.metrics, phase.metric_names, ranks, phase.episodes)
         self.cycle = Phase(self._run, [self.rank.registry.generators()["random/update"]])
 
     def _run(self) -> None:

@@ -138,10 +138,10 @@ def test_payloads_are_those_of_a_learner(smoke: dict[str, Any]) -> None:
     learner = SacLearner(config.algo, 98, 101, 29, CPU, False, registry)
     ring = ReplayRing(4, transition_widths(98, 101, 29), CPU, registry)
     update = UpdatePhase(env, learner, ring, config.algo, 29, generator, registry)
-    statistics = RankStatistics(update.metrics, update.metric_names, DataParallel())
+    statistics = RankStatistics(update.metrics, update.metric_names, DataParallel(), update.episodes)
     assert {row["payload"]: row["bytes"] for row in smoke["measurements"]} == {
         "latency": 4,
-        "statistics": 2 * statistics.values.nbytes,
+        "statistics": 2 * (statistics.values.nbytes + 8),  # the last update's time and the episodes too
         "actor": learner.actor_group.wire.nbytes,
         "critic": learner._critic_wire.nbytes,
         "peak": 64 * 2**20,

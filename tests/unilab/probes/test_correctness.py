@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from unilab.probes import __main__ as command
 from unilab.probes import correctness
 from unilab.probes.__main__ import main
 from unilab.probes.findings import Check, RankPart, join_parts
 from unilab.probes.setting import Setting
+from unilab.transport import Transport
 
 EAGER = {
     *("trainer_code", "own_states_differ", "initial_state_equal", "collectives_per_cycle", "parameters_equal"),
@@ -63,8 +66,8 @@ def setting(**variables: str) -> Setting:
 
 def probe(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     output = tmp_path / "found.json"
-    command = [sys.executable, "-m", "unilab.probes", "correctness", "--output", str(output), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    words = [sys.executable, "-m", "unilab.probes", "correctness", "--output", str(output), *arguments]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=110)
     assert ended.stdout == "", ended.stdout
     return ended.returncode, json.loads(output.read_text())
 
@@ -167,6 +170,50 @@ def test_an_interrupt_ends_the_probe(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(correctness, "run", interrupted)
     assert main(["correctness", "--smoke"]) == 130
     assert capsys.readouterr() == ("", "probe: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["choose_entries", "choose_transport", "import_module"])
+def test_an_interrupt_before_the_probe_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "choose_entries", lambda *_: ["0", "1"])
+    monkeypatch.setattr(command, "choose_transport", lambda *_: Transport({}, "tcp", (), "made up"))
+    monkeypatch.setattr(command, name, interrupted)
+    assert main(["communication"]) == 130
+    assert capsys.readouterr() == ("", "probe: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+def test_findings_that_cannot_be_written_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(correctness, "run", lambda _: ([Check("made_up", True, "")], []))
+    assert main(["correctness", "--smoke", "--output", "/dev/full"]) == 1
+    out, said = capsys.readouterr()
+    assert json.loads(out)["passed"]
+    assert said == "probe: --output /dev/full: No space left on device; the findings are printed\n"
+    assert Path("/dev/full").is_char_device()
+
+
+def test_findings_are_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    monkeypatch.setattr(correctness, "run", lambda _: ([Check("made_up", True, "")], []))
+    assert main(["correctness", "--smoke", "--output", str(output)]) == 0
+    before = output.read_bytes()
+    assert capsys.readouterr() == ("", "") and json.loads(before)["passed"]
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["correctness", "--smoke", "--output", str(output)]) == 1
+    assert (output.read_bytes(), list(tmp_path.iterdir())) == (before, [output])
+    assert json.loads(capsys.readouterr().out)["passed"]
 
 
 @pytest.mark.gpu
