@@ -20,11 +20,13 @@ SMOKE = (
 )
 
 
-def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+def ask_until(text: str, path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Ask for stacks until they hold `text`: the first may come before the process is where it waits."""
     deadline = time.monotonic() + 60
     while text not in path.read_text():
         assert process.poll() is None and time.monotonic() < deadline, path.read_text()
-        time.sleep(0.05)
+        process.send_signal(signal.Signals[STACKS_SIGNAL])
+        time.sleep(0.2)
 
 
 def caught(pid: int) -> bool:
@@ -52,9 +54,8 @@ def test_a_collector_that_waits_for_its_learner_names_where(tmp_path: Path) -> N
         )
     try:
         await_handler(process)
-        process.send_signal(signal.Signals[STACKS_SIGNAL])
-        await_text(tmp_path / "log", "in receive", process)
-        await_text(tmp_path / "log", "in main", process)
+        ask_until("in receive", tmp_path / "log", process)
+        ask_until("in main", tmp_path / "log", process)
         assert process.poll() is None
     finally:
         for descriptor in (to_child, from_child):
