@@ -72,6 +72,7 @@ def _evaluate_run(args: argparse.Namespace) -> int:
         config, checkpoint = load_run(args.load_run, args.algo, args.task, args.sim, args.checkpoint)
         config = change_playback(config, args.overrides)
         renderer = None if config.training.no_play else find_renderer()
+        print(f"{checkpoint.file} at iteration {checkpoint.iteration}, {checkpoint.env_steps} env steps", flush=True)
         result = evaluate(config, checkpoint.content, args.episodes)
     except ValueError as error:
         return _refuse(str(error), EXIT_USAGE)
@@ -80,7 +81,6 @@ def _evaluate_run(args: argparse.Namespace) -> int:
     if (reason := _not_finite(result)) is not None:
         return _refuse(f"{EVAL_FILE}: {reason}", EXIT_FAILED)
     run, facts = checkpoint.file.parent, {**_identity(config, checkpoint), **summarize(result)}
-    print(f"{checkpoint.file} at iteration {checkpoint.iteration}, {checkpoint.env_steps} env steps")
     print("\n".join(table(facts)), flush=True)
     try:
         RunDirectory(run).write_evaluation(facts)
