@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -301,9 +302,8 @@ class Matrix(Strict):
 
     def setting(self, case: Case, key: str) -> int | None:
         """What the last override of a key sets for a case, or None where that is no whole number."""
-        words = (word.lstrip("+") for word in (*self.overrides, *case.overrides))
-        values = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
-        return int(values[-1]) if values and WHOLE.fullmatch(values[-1]) else None
+        value = last_override((*self.overrides, *case.overrides), key)
+        return int(value) if value is not None and WHOLE.fullmatch(value) else None
 
     @model_validator(mode="after")
     def _distinct_probes(self) -> Self:
@@ -342,6 +342,12 @@ def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
         if key in OWNED_KEYS:
             raise UsageError(f"override {text!r}: {key} is set by the suite; {OWNED_KEYS[key]}")
     return overrides
+
+
+def last_override(words: Sequence[str], key: str) -> str | None:
+    """What the last override of a key says, or None where no word sets it."""
+    values = [value for name, _, value in (word.lstrip("+").partition("=") for word in words) if name == key]
+    return values[-1] if values else None
 
 
 def builtin_names() -> list[str]:

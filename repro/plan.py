@@ -19,7 +19,7 @@ from repro.errors import UsageError
 from repro.foreign import fill_command
 from repro.host import Host
 from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
-from repro.matrix import MOST_RANKS, Case, Matrix
+from repro.matrix import MOST_RANKS, Case, Matrix, last_override
 from repro.place import CannotHoldError, Cpu, Offer, Placement, choose_cpuset, place
 from repro.provenance import Source
 from repro.redact import Redactor
@@ -293,9 +293,9 @@ def asked_transport(matrix: Matrix, cell: Cell) -> str | None:
     """The transport that a cell's ranks on GPUs are to use, or None where its settings leave that open."""
     if matrix.smoke or cell.foreign or cell.world_size == 1:
         return None
-    words = (word.lstrip("+").partition("=") for word in cell.arguments)
-    values = [value.strip("'\"") for key, _, value in words if key == TRANSPORT_KEY]
-    return values[-1] if values and values[-1] != AUTO_TRANSPORT else None
+    value = last_override(cell.arguments, TRANSPORT_KEY)
+    transport = None if value is None else value.strip("'\"")
+    return None if transport == AUTO_TRANSPORT else transport
 
 
 def is_pinned(cell: Cell) -> bool:

@@ -46,6 +46,8 @@ HOST_MEASURES = (
     BACKEND_MS,
     PACK_MS,
 )
+# Values of a rank's row after its metrics: its host's measures, the last update's time, its episodes.
+BESIDE_METRICS = len(HOST_MEASURES) + 2
 
 
 class RankStatistics:
@@ -78,7 +80,7 @@ class RankStatistics:
     def run(self) -> None:
         """Gather and combine; static buffers, nothing read on the host."""
         episodes = self._episodes.clamp(max=EPISODE_WINDOW).to(self.host.dtype).reshape(1)
-        rows = self._ranks.gather(torch.cat((self._metrics, self.host, episodes)))  # (ranks, M + HOST_MEASURES + 2)
+        rows = self._ranks.gather(torch.cat((self._metrics, self.host, episodes)))  # (ranks, M + BESIDE_METRICS)
         share = rows[:, -1:] / rows[:, -1].sum().clamp(min=1)  # (ranks, 1); all 0 before the first episode
         weights = torch.where(self._episodic, share, self._weights)
         joined, own = self.values.split((len(self._weights), len(self.values) - len(self._weights)))

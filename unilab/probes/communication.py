@@ -14,7 +14,7 @@ from unilab.probes.communication_rank import check_name
 from unilab.probes.findings import Check, join_parts
 from unilab.probes.rank import ERROR, find_raised
 from unilab.probes.setting import Run, Setting
-from unilab.rank_statistics import HOST_MEASURES
+from unilab.rank_statistics import BESIDE_METRICS
 from unilab.state import StateRegistry
 from unilab.transport import FORMS, WORDS, logging_environment, other_transport
 
@@ -70,7 +70,7 @@ def payload_elements(world_size: int) -> dict[str, int]:
     task = config.build_task(1, cpu)
     environment = Environment(task, 1, cpu, torch.Generator(), registry)
     learner = config.algo.build_learner((task.obs_dim, task.critic_dim, task.action_dim), cpu, False, registry)
-    row = len(learner.metrics) + len(environment.metrics()) + len(HOST_MEASURES) + 2  # the last update's time, episodes
+    row = len(learner.metrics) + len(environment.metrics()) + BESIDE_METRICS
     return {
         "latency": 1,
         "statistics": world_size * row,
