@@ -33,6 +33,9 @@ FORMAT = 2
 LARGEST = 2**53  # iteration or env steps: files and metrics hold them as doubles, too
 _ATTEMPT = re.compile(ATTEMPT_PATTERN.format(number=r"\d{3,}"))
 
+# Ends of names of entries that are never below zero: counts, variances, scales.
+_NOT_NEGATIVE = ("_step", "count", "variance", "_var", "_sq", "_scale", "largest_return")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -366,11 +369,27 @@ def _check_weights(actor: Actor, weights: Any, file: Path) -> None:
         if forms[0] != forms[1]:
             apart = f"actor.{name} is {forms[0]}, the actor that its builder makes now has {forms[1]}"
             raise ValueError(f"{file}: {apart}; no weight was restored; the source it was trained with is needed")
-    for name, value in weights.items():
-        if not value.isfinite().all():
-            raise ValueError(f"{file}: actor.{name} is not finite; no weight was restored")
-        if name.endswith("running_var") and (value < 0).any():
-            raise ValueError(f"{file}: actor.{name} is a variance below 0; no weight was restored")
+    if (problem := wrong_numbers({f"actor/{name}": value for name, value in weights.items()}, actor)) is not None:
+        raise ValueError(f"{file}: {problem}; no weight was restored")
+
+
+def wrong_numbers(state: Mapping[str, Tensor], actor: Actor) -> str | None:
+    """The first entry whose numbers no training leaves, and what is wrong with them; None if there is none.
+
+    Of another's actor less is known: a buffer can be a mask with infinities, and a name can mean anything.
+
+    Args:
+        state: entries of a run's state by name; an actor's weights are `actor/` and their name in its state_dict.
+        actor: such a one as the weights belong to.
+    """
+    buffers = {f"actor/{name}" for name, _ in actor.named_buffers()}
+    for name, value in state.items():
+        foreign = name.startswith("actor/network.")
+        if value.isnan().any() or (value.isinf().any() and not (foreign and name in buffers)):
+            return f"{name} has values that are not finite"
+        if name.endswith(_NOT_NEGATIVE) and (value < 0).any() and not foreign:
+            return f"{name} has negative values"
+    return None
 
 
 def _is_dense(value: Any) -> bool:

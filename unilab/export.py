@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from unilab.atomic_file import write_atomically
+from unilab.checkpoint import wrong_numbers
 from unilab.config import RunConfig
 from unilab.hardware import HostUnfit
 from unilab.learner import Actor
@@ -126,9 +127,9 @@ def export_actor(actor: Actor, obs_dim: int, metadata: Mapping[str, Any], path: 
     import onnx
 
     policy = _Policy(actor).eval()
-    broken = [name for name, value in policy.state_dict().items() if not value.isfinite().all()]
-    if broken:
-        raise ExportError(f"no {path.name}: the actor's {broken[0]} is not finite")
+    weights = {f"actor/{name}": value for name, value in actor.state_dict().items()}
+    if (problem := wrong_numbers(weights, actor)) is not None:
+        raise ExportError(f"no {path.name}: {problem}")
     model = _convert(policy, obs_dim, path.name)
     onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in metadata.items()})
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -68,6 +68,9 @@ class Actor(Protocol):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its weights and buffers by name."""
+
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        """Those of them that are not learned."""
 
 
 class Exploration(Protocol):

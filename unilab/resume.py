@@ -25,10 +25,12 @@ from unilab.checkpoint import (
     load_run_config,
     run_of,
     shown,
+    wrong_numbers,
 )
 from unilab.config import RunConfig
 from unilab.environment import Environment
 from unilab.event_log import is_written
+from unilab.learner import Actor
 from unilab.names import ATTEMPT_PATTERN, MANIFEST_FILE
 from unilab.state import StateRegistry
 from unilab.streams import PREFIX, STREAMS, stream_seed
@@ -36,9 +38,6 @@ from unilab.tasks.velocity_task import VelocityTask
 
 # Bytes of a random generator's state in torch: of the CPU's Mersenne Twister, of CUDA's Philox.
 _STATE_BYTES = frozenset({5056, 16})
-
-# Ends of names of entries that are never below zero: counts, variances, scales.
-_NOT_NEGATIVE = ("_step", "count", "variance", "_var", "_sq", "_scale", "largest_return")
 
 # Settings that say where a run is, not what it does.
 _PLACES = ("algo.resume", "algo.load_run", "algo.checkpoint", "training.log_root", "training.log_dir")
@@ -110,7 +109,7 @@ def plan_resume(config: RunConfig, task: VelocityTask, device: torch.device, ran
     _check_state(checkpoint)
     usable = _streams_of(checkpoint, config, device)
     _try_state(usable, config, device)
-    _check_values(checkpoint)
+    _check_values(checkpoint, config.algo.build_actor(task.obs_dim, task.action_dim))
     before = {"ranks": _ranks(checkpoint.file.parent, ranks)} | load_config_file(checkpoint.file.parent).to_json()
     now = {"ranks": ranks} | config.to_json()
     return Resume(next_attempt(run), usable, tuple(_changes(before, now)), usable is not checkpoint)
@@ -176,23 +175,14 @@ def _check_state(checkpoint: Checkpoint) -> None:
         raise ValueError(f"{checkpoint.file}: state must hold tensors by name")
 
 
-def _check_values(checkpoint: Checkpoint) -> None:
+def _check_values(checkpoint: Checkpoint, actor: Actor) -> None:
     """Refuse values with which every further update would be skipped or wrong.
 
-    Metrics may hold any, as those of a skipped update do. Of another's actor nothing is known but that NaN is wrong: a
-    mask has infinities, and a buffer's name any meaning.
+    Metrics may hold any, as those of a skipped update do.
     """
-    for name, value in checkpoint.content["state"].items():
-        if name.startswith("learner/"):
-            continue
-        foreign = name.startswith("actor/network.")
-        problem = None
-        if value.isnan().any() or (value.isinf().any() and not foreign):
-            problem = "values that are not finite"
-        elif name.endswith(_NOT_NEGATIVE) and (value < 0).any() and not foreign:
-            problem = "negative values"
-        if problem is not None:
-            raise ValueError(f"{checkpoint.file}: {name} has {problem}; choose an earlier one with algo.checkpoint")
+    state = {name: value for name, value in checkpoint.content["state"].items() if not name.startswith("learner/")}
+    if (problem := wrong_numbers(state, actor)) is not None:
+        raise ValueError(f"{checkpoint.file}: {problem}; choose an earlier one with algo.checkpoint")
 
 
 def _streams_of(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Checkpoint:

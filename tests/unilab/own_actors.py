@@ -45,6 +45,19 @@ class Normalised(nn.Module):
         return self.mean(features.unsqueeze(0)).squeeze(0), self.log_std(features).clamp(-10, 2)
 
 
+class Masked(Normalised):
+    """Infinite numbers and a negative count, which mean something to their owner alone."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.register_buffer("mask", torch.tensor([-float("inf"), 0.0]))
+        self.register_buffer("mask_count", torch.tensor(-1.0))
+
+    def forward(self, observations: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+        mean, log_std = super().forward(observations, training)
+        return mean + self.get_buffer("mask").exp().sum(), log_std
+
+
 class NoTransform(Plain):
     action_transform_id = None
 

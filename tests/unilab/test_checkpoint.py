@@ -27,6 +27,7 @@ from unilab.checkpoint import (
     run_of,
 )
 from unilab.config import RunConfig, load_config
+from unilab.export import export_policy
 from unilab.flash_sac.config import FlashSacConfig
 from unilab.learner import Actor
 from unilab.run_dir import RunDirectory
@@ -264,8 +265,8 @@ def actor() -> Actor:
         (lambda own: {MEAN: own[MEAN].to("meta")}, "actor must hold dense tensors by name"),
         (lambda own: {MEAN: own[MEAN][:, :3]}, "is float32 (1, 3), the actor that its builder makes now has float32"),
         (lambda own: {MEAN: own[MEAN] + 0j}, "is complex64 (1, 29), the actor that its builder makes now has float32"),
-        (lambda own: {MEAN: own[MEAN] / 0}, f"actor.{MEAN} is not finite"),
-        (lambda own: {VARIANCE: -own[VARIANCE]}, f"actor.{VARIANCE} is a variance below 0"),
+        (lambda own: {MEAN: own[MEAN] / 0}, f"actor/{MEAN} has values that are not finite"),
+        (lambda own: {VARIANCE: -own[VARIANCE]}, f"actor/{VARIANCE} has negative values"),
     ],
 )
 def test_what_is_no_actors_weights_is_refused(actor: Actor, damage: Callable[[Any], Any], message: str) -> None:
@@ -283,9 +284,26 @@ def test_weights_are_looked_at_whoever_built_the_actor(tmp_path: Path, setting: 
     (tmp_path / "config.json").write_text(json.dumps({"schema_version": 1, **config.to_json()}))
     entry = {"env_steps": 8, ENTRY: describe_actor(config.algo, 98, 29)}
     wrong = {name: value / 0 for name, value in config.algo.build_actor(98, 29).state_dict().items()}
-    for more, message in (({}, "must hold dense tensors by name"), ({"actor": wrong}, "is not finite")):
+    for more, message in (({}, "must hold dense tensors by name"), ({"actor": wrong}, "has values that are not")):
         write(tmp_path / "model_1.pt", 1, **entry, **more)
         assert message in refusal(load_run, tmp_path, "flashsac", "g1_walk_flat", "mujoco")
+
+
+def test_a_mask_with_infinities_is_loaded_and_exported(tmp_path: Path) -> None:
+    """What its owner's actor trains with is refused nowhere afterwards, but for NaN."""
+    setting = "algo.algo_params.actor_config={builder:own_actors:Masked}"
+    config = load_config("flashsac", "g1_walk_flat", "mujoco", [setting])
+    (tmp_path / "config.json").write_text(json.dumps({"schema_version": 1, **config.to_json()}))
+    weights = config.algo.build_actor(98, 29).state_dict()
+    entry = {"env_steps": 8, ENTRY: describe_actor(config.algo, 98, 29)}
+    write(tmp_path / "model_1.pt", 1, **entry, actor=weights)
+    loaded, checkpoint = load_run(tmp_path, "flashsac", "g1_walk_flat", "mujoco")
+    export_policy(loaded, checkpoint.content, tmp_path / "policy.onnx")
+    assert (tmp_path / "policy.onnx").stat().st_size > 0
+    weights["network.mask"][1] = float("nan")
+    write(tmp_path / "model_2.pt", 2, **entry, actor=weights)
+    message = "actor/network.mask has values that are not finite"
+    assert message in refusal(load_run, tmp_path, "flashsac", "g1_walk_flat", "mujoco")
 
 
 def test_the_run_of_an_attempt_is_the_folder_around_it(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ class Faulty(nn.Module):
         ("mismatch", "its actions differ from torch's by 2.0e-04, allowed are 1e-04"),
         ("large", "its actions differ from torch's by"),
         ("overflow", "an action is not finite for observations up to"),
-        ("weight", "the actor's actor.layer.bias is not finite"),
+        ("weight", "actor/layer.bias has values that are not finite"),
         ("reads", "torch cannot export this actor: "),
     ],
 )

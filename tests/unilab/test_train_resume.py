@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_actors import Masked
 from rank_rig import Rig, begun, differences, flash_settings, settings
 from test_checkpoint import Hostile
 from test_train import FILES, NAMES, SMALL, Run
@@ -28,6 +29,7 @@ from unilab.checkpoint import Checkpoint, contents, load_checkpoint, read_checkp
 from unilab.config import RunConfig
 from unilab.event_log import Clock, EventLog
 from unilab.flash_sac.config import FlashSacConfig, FlashSacParams
+from unilab.flash_sac.custom_actor import CustomActor
 from unilab.optim import WarmupCosine
 from unilab.resume import _check_values
 from unilab.run_dir import RunDirectory
@@ -467,17 +469,19 @@ def test_a_run_that_is_not_over_is_not_gone_on_with(copied: Path) -> None:
         ("reward_scale/variance", -1.0, "negative values"),
         ("reward_scale/count", -1.0, "negative values"),
         ("critic/trunk.norm.running_var", -1.0, "negative values"),
-        ("actor/network.mask_count", float("nan"), "values that are not finite"),
+        ("actor/network.mask", float("nan"), "values that are not finite"),
+        ("actor/network.mean.weight", float("inf"), "values that are not finite"),
     ],
 )
 def test_statistics_that_cannot_be_are_refused(tmp_path: Path, name: str, value: float, problem: str) -> None:
     rig = begun(config=flash())
     content = contents(RunConfig(algo=flash()), rig.env.task, rig.learner, rig.registry, 1, 8)
-    content["state"]["actor/network.mask_count"] = torch.tensor([-float("inf"), -1.0])
-    _check_values(Checkpoint(tmp_path, "", content))
+    actor = CustomActor(Masked(obs_dim=3, action_dim=1, device="cpu"))
+    content["state"].update({f"actor/{name}": weight for name, weight in actor.state_dict().items()})
+    _check_values(Checkpoint(tmp_path, "", content), actor)
     content["state"][name].view(-1)[0] = value
     with pytest.raises(ValueError, match=f": {name} has {problem}; choose an earlier one with algo.checkpoint"):
-        _check_values(Checkpoint(tmp_path, "", content))
+        _check_values(Checkpoint(tmp_path, "", content), actor)
 
 
 def test_a_run_whose_last_update_was_skipped_goes_on(copied: Path) -> None:
