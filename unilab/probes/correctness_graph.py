@@ -116,6 +116,8 @@ def check_memory(part: RankPart, learning: Learning) -> None:
     allocated, reserved, free = (end - begin for begin, end in zip(before, after, strict=True))
     flat = allocated == reserved == 0 and free >= -FREE_MEMORY_SLACK
     detail = f"{REPLAYS} replays: allocated {allocated:+d}, reserved {reserved:+d}, device free {free:+d} bytes"
+    if allocated == reserved == 0 and not flat:
+        detail += "; a graph leaks, or another process took memory of this GPU: check that it is idle"
     part.check("flat_memory_over_replays", flat, detail)
 
 
