@@ -27,7 +27,8 @@ def noting(self, iteration, scalars):
     kept.append(os.urandom(leak))
     if iteration in marks:
         own = psutil.Process()
-        alive = [child for child in own.children() if child.status() != psutil.STATUS_ZOMBIE]  # a compiler's may be left
+        # One that a compiler left may be dead.
+        alive = [child for child in own.children() if child.status() != psutil.STATUS_ZOMBIE]
         found.append([process.memory_info().rss for process in (own, *alive)])
 
 TerminalView.update = noting
