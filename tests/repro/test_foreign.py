@@ -261,7 +261,7 @@ def test_the_example_can_be_planned_and_shown() -> None:
     cpus = ",".join(map(str, range(15)))
     assert any(
         line.endswith(
-            "original/bin/train --algo sac --task g1_walk_flat --sim mujoco training.no_play=true "
+            "original/start --algo sac --task g1_walk_flat --sim mujoco training.no_play=true "
             f"training.log_dir=runs/release_r1 algo.max_iterations=300 '+env.cpu_ids=[{cpus}]'"
         )
         for line in lines
