@@ -74,8 +74,9 @@ class TrainingConfig:
         devices: deprecated choice of logical indices among the visible devices.
         dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank, none in two; null splits the
             allowed ones evenly.
-        nccl_transport: how ranks of one host exchange gradients, `p2p`, `shm` or `tcp`; `auto` takes the fastest that
-            works. NCCL's own variables win.
+        nccl_transport: how ranks exchange gradients, `p2p`, `shm` or `tcp`, under a launcher as well; `auto` takes the
+            fastest that works, and leaves it to a launcher's environment. NCCL's own variables win. Between ranks on
+            several hosts `p2p` and `shm` are refused.
         use_amp: bfloat16 autocast on CUDA.
         logger: `tensorboard`, `wandb` (beside the event file) or `none`.
         log_interval: iterations between written metrics; the last iteration is always written.

@@ -638,6 +638,12 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
     assert "unknown key 'algo.nope'" in capfd.readouterr().err
 
 
+TWO_HOSTS = {
+    **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+}
+
+
 @pytest.mark.parametrize(
     ("variables", "overrides", "message"),
     [
@@ -648,6 +654,8 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
         ({}, ["training.devices=[0,0]"], "names a device twice"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, [], "RANK, WORLD_SIZE set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["env.cpu_ids=[0]"], "is for a single rank"),
+        (TWO_HOSTS, ["training.nccl_transport=shm"], "is for ranks of one host, and 1 of 2 are on this one"),
+        (TWO_HOSTS | {"RANK": "1"}, ["training.nccl_transport=p2p"], "type training.nccl_transport=tcp, or leave"),
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(
