@@ -60,6 +60,7 @@ NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
 TRANSPORTS = (AUTO_TRANSPORT, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 MAX_STATES = 1000
+NEAR = 0.85  # share of equal letters from which a name is suggested: below, keys of one group look alike
 PLAYBACK = tuple(f"training.{name}" for name in ("no_play", "export_onnx", "play_env_num", "play_steps"))
 
 
@@ -343,11 +344,11 @@ def _keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _nearest(value: str, known: Sequence[str]) -> str:
-    """A suggestion: the nearest whole key, or the key whose last part is nearest."""
-    matches = difflib.get_close_matches(value, known, 1, 0.6)
+    """A suggestion where one is near: the nearest whole key, or the key whose last part is nearest."""
+    matches = difflib.get_close_matches(value, known, 1, NEAR)
     if not matches:
         tails = {key.rsplit(".", 1)[-1]: key for key in known}
-        matches = [tails[tail] for tail in difflib.get_close_matches(value.rsplit(".", 1)[-1], tails, 1, 0.6)]
+        matches = [tails[tail] for tail in difflib.get_close_matches(value.rsplit(".", 1)[-1], tails, 1, NEAR)]
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 
