@@ -73,8 +73,8 @@ class TrainingConfig:
         sim_backend: physics backend.
         smoke: train on the CPU, small and eager, to see that everything works; never a benchmark.
         devices: deprecated choice of logical indices among the visible devices.
-        dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank, none in two; null splits the
-            allowed ones evenly.
+        dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank of a host and the same lists on
+            every host, none in two; null splits the allowed ones evenly.
         nccl_transport: how ranks exchange gradients, `p2p`, `shm` or `tcp`, under a launcher as well; `auto` takes the
             fastest that works, and leaves it to a launcher's environment. NCCL's own variables win. Between ranks on
             several hosts `p2p` and `shm` are refused.

@@ -584,7 +584,7 @@ def bare_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (["training.smoke=true", "training.log_dir=full/file/run"], 2, "cannot make the run directory full/file/run"),
         (["training.smoke=true", "env.cpu_ids=[99999]"], 2, "CPU 99999, which this process may not use; allowed: "),
         (["training.smoke=true", "env.cpu_ids=[]"], 2, r"env.cpu_ids=\[\] names no CPU"),
-        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank; give one"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank on this"),
         (["training.smoke=true", f"{POOLS}=[[{CPUS[0]},{CPUS[0]}]]"], 2, "names CPU . twice; list each CPU once"),
         (["training.smoke=true", f"{POOLS}=[0,1]"], 2, r"per rank, got \[0,1\]; for two ranks type "),
         (["training.smoke=true", f"{POOLS}=[[0]]", "env.cpu_ids=[0]"], 2, "is for a single rank and training.dp_"),
