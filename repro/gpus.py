@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,6 +97,19 @@ def gpu_loads() -> tuple[GpuLoad, ...]:
     """What every GPU that the driver lists does right now."""
     with _handles() as handles:
         return tuple(_load(position, handle) for position, handle in enumerate(handles or []))
+
+
+def listed_position(entry: str, gpus: Sequence[Gpu]) -> int | None:
+    """Position of the GPU that an entry of CUDA_VISIBLE_DEVICES names among those the driver lists, or None.
+
+    An entry is such a position, or an id or its beginning; parts of a GPU (MIG) have no position.
+    """
+    if entry.isascii() and entry.isdigit():
+        names = [str(position) for position in range(len(gpus))]
+        entry = entry.lstrip("0") or "0"
+        return names.index(entry) if entry in names else None
+    is_id = entry.lower().startswith("gpu-")
+    return next((i for i, gpu in enumerate(gpus) if is_id and gpu.uuid.lower().startswith(entry.lower())), None)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from repro.gpus import Gpu, GpuLink, find_gpus
+from repro.gpus import Gpu, GpuLink, find_gpus, listed_position
 from repro.place import SYSFS, Cpu, read_topology
 from repro.redact import Redactor
 from repro.schema import Strict
@@ -84,6 +84,12 @@ class Host(Strict):
     numa_nodes: int | None = None
     governor: str | None = None
     gpu_links: tuple[GpuLink, ...] = ()
+
+    @property
+    def gpu_nodes(self) -> tuple[int | None, ...]:
+        """NUMA node of the GPU behind each visible entry, None where it is not known."""
+        positions = [listed_position(entry, self.gpus) for entry in self.visible_gpus]
+        return tuple(None if position is None else self.gpus[position].numa_node for position in positions)
 
     @property
     def gpu_unusable(self) -> str | None:

@@ -17,11 +17,12 @@ Policy = Literal["default", "all_but_one", "all", "auto"]
 
 @dataclass(frozen=True)
 class Cpu:
-    """One logical CPU: its number, and the physical core and socket it belongs to."""
+    """One logical CPU: its number, physical core and socket, and its NUMA node, None where the kernel keeps none."""
 
     cpu: int
     core: int
     socket: int
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,19 @@ class Offer:
         cgroup_cpus: CPU time that the control group pays for, in CPUs; None without a limit.
         visible_gpus: Entries of CUDA_VISIBLE_DEVICES, one rank each.
         gpu_unusable: Why no GPU can be used, if so.
+        gpu_nodes: NUMA node of each of the visible GPUs, None where it is not known; empty where none is.
     """
 
     topology: tuple[Cpu, ...]
     cgroup_cpus: float | None = None
     visible_gpus: tuple[str, ...] = ()
     gpu_unusable: str | None = None
+    gpu_nodes: tuple[int | None, ...] = ()
+
+    def nodes_of(self, gpus: tuple[int, ...], joined: int) -> list[int | None]:
+        """NUMA node of each rank's GPU, by position, once for each of the rank's pools."""
+        nodes = [self.gpu_nodes[position] if position < len(self.gpu_nodes) else None for position in gpus]
+        return [node for node in nodes for _ in range(joined)]
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,8 @@ class CannotHoldError(RuntimeError):
 
 
 def read_topology(allowed: tuple[int, ...], sysfs: Path = SYSFS) -> tuple[Cpu, ...]:
-    """Core and socket of every allowed CPU; a CPU without topology files counts as a core of its own."""
-    return tuple(
-        Cpu(cpu, _number(folder / "core_id", cpu), _number(folder / "physical_package_id", 0))
-        for cpu in allowed
-        for folder in [sysfs / f"cpu{cpu}" / "topology"]
-    )
+    """Core, socket and node of every allowed CPU; a CPU without topology files counts as a core of its own."""
+    return tuple(_read_cpu(cpu, sysfs / f"cpu{cpu}") for cpu in allowed)
 
 
 def fill_order(topology: tuple[Cpu, ...]) -> tuple[int, ...]:
@@ -109,11 +113,32 @@ def split_cpus(topology: tuple[Cpu, ...], cgroup_cpus: float | None, ranks: int)
     return tuple(fill_order(share)[:size] for share in own) if size else ()
 
 
+def hand_out(
+    shares: tuple[tuple[int, ...], ...], nodes: list[int | None], topology: tuple[Cpu, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The shares in another order: each rank in turn takes the one with the most CPUs on the NUMA node of its GPU.
+
+    Of equal ones the first, so that the order stays where no node is known; what is left over comes last. What a rank
+    gets does not depend on the ranks behind it, so that a case of fewer has the first pools of the widest.
+
+    Args:
+        shares: As `split_cpus` gives them.
+        nodes: Of each rank's GPU, None where it is not known.
+        topology: The CPUs.
+    """
+    node_of = {cpu.cpu: cpu.node for cpu in topology}
+    left, taken = list(shares), []
+    for node in nodes[: len(shares)]:
+        near = [0 if node is None else sum(node_of[cpu] == node for cpu in share) for share in left]
+        taken.append(left.pop(near.index(max(near))))
+    return (*taken, *left)
+
+
 def place(workers: int | Policy, gpus: tuple[int, ...], offer: Offer, widest: int = 1, joined: int = 1) -> Placement:
     """Choose the CPUs and GPUs of a case.
 
     The CPUs are split by the pools of the widest case, so that a case of fewer has the first pools of that one; by the
-    case's own where it asks for more.
+    case's own where it asks for more. A rank's pools are near its GPU, as `hand_out` says.
 
     Args:
         workers: Of each pool: a count, ``default`` (a share of the widest case less one CPU, which stays free for the
@@ -130,7 +155,8 @@ def place(workers: int | Policy, gpus: tuple[int, ...], offer: Offer, widest: in
     entries = _pick_gpus(gpus, offer.visible_gpus, offer.gpu_unusable)
     ranks = max(1, len(gpus))
     asked = ranks * joined
-    shares, own = (split_cpus(offer.topology, offer.cgroup_cpus, count) for count in (max(widest, asked), asked))
+    splits = (split_cpus(offer.topology, offer.cgroup_cpus, count) for count in (max(widest, asked), asked))
+    shares, own = (hand_out(split, offer.nodes_of(gpus, joined), offer.topology) for split in splits)
     offered = text.count_of(len(usable_cpus(offer.topology, offer.cgroup_cpus)), "CPU")
     if not own:
         what = f"{ranks} ranks" if joined == 1 else f"{asked} pools"
@@ -176,6 +202,13 @@ def _pick_gpus(gpus: tuple[int, ...], visible: tuple[str, ...], unusable: str | 
     if max(gpus) >= len(visible):
         raise CannotHoldError(f"asks for GPU position {max(gpus)}, this host shows {len(visible)} GPU (counted from 0)")
     return tuple(visible[position] for position in gpus)
+
+
+def _read_cpu(cpu: int, folder: Path) -> Cpu:
+    core = _number(folder / "topology" / "core_id", cpu)
+    socket = _number(folder / "topology" / "physical_package_id", 0)
+    nodes = [int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")]
+    return Cpu(cpu, core, socket, min(nodes, default=None))
 
 
 def _number(path: Path, default: int) -> int:

@@ -355,8 +355,9 @@ def _estimate(matrix: Matrix, cells: Sequence[Cell]) -> float:
 
 def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained: bool) -> dict[str, Placement | str]:
     """Where every case runs, or why this host cannot hold it. Entries of a smoke matrix are counted, never opened."""
-    gpus = (host.visible_gpus, host.gpu_unusable) if not matrix.smoke else (tuple(map(str, range(MOST_RANKS))), None)
-    offer = Offer(topology, host.cgroup_cpus, *gpus)
+    offer = Offer(topology, host.cgroup_cpus, host.visible_gpus, host.gpu_unusable, host.gpu_nodes)
+    if matrix.smoke:
+        offer = Offer(topology, host.cgroup_cpus, tuple(map(str, range(MOST_RANKS))))
     placements = {case.name: _place(case, offer, matrix.widest) for case in matrix.cases}
     if not contained:
         return placements

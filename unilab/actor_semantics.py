@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unilab.algorithm import AlgoConfig
+from unilab.algorithm import BUILTIN, CUSTOM, AlgoConfig
+from unilab.flash_sac.actor_spec import split_builder
 
 ENTRY = "actor_semantics"
 SCHEMA_VERSION = 1
 TRANSFORM = "tanh"  # what both learners make of a Gaussian's values, and the only one they support
 FIELDS = ("kind", "builder", "kwargs", "obs_dim", "action_dim", "action_transform")
+UNTOUCHED = "no weight was restored"
 RECOVERY = (
-    f"no weight was restored; the minimum supported format is {ENTRY} with schema_version={SCHEMA_VERSION} and "
+    f"{UNTOUCHED}; the minimum supported format is {ENTRY} with schema_version={SCHEMA_VERSION} and "
     f"{', '.join(FIELDS)}; retraining with the current version is the only way to recover"
 )
 
@@ -53,7 +55,8 @@ def verify_actor(checkpoint: Mapping[str, Any], expected: Mapping[str, Any], fil
         file: named in the message.
 
     Raises:
-        ValueError: one line naming the file and, for each field that differs, what was found and expected.
+        ValueError: one line naming the file and, for each field that differs, what was found and expected. It says that
+            only retraining helps where this version does not know the entry's form, else to set what was found.
     """
     found = checkpoint.get(ENTRY)
     if found is None:
@@ -69,14 +72,26 @@ def verify_actor(checkpoint: Mapping[str, Any], expected: Mapping[str, Any], fil
         if _plain(found, name) != _plain(expected, name)
     ]
     if apart:
-        raise ValueError(f"{file}: {'; '.join(apart)}; {RECOVERY}")
+        advice = f"{UNTOUCHED}; set what it was trained with" if _is_known_form(found) else RECOVERY
+        raise ValueError(f"{file}: {'; '.join(apart)}; {advice}")
+
+
+def _is_known_form(entry: Mapping[str, Any]) -> bool:
+    """Whether some configuration of this version could have written the entry, as far as its form says."""
+    whole = all(name in entry for name in FIELDS)
+    return whole and entry["kind"] in (BUILTIN, CUSTOM) and entry["action_transform"] == TRANSFORM
 
 
 def _plain(entry: Mapping[str, Any], name: str) -> str:
-    """A field as JSON with sorted keys, in which no arguments are empty arguments; what is no JSON is its text."""
+    """A field as JSON with sorted keys; what is no JSON is its text.
+
+    No arguments are empty arguments, and a builder has one spelling.
+    """
     value = entry.get(name, "absent")
     if name == "kwargs" and value is None:
         value = {}
+    if name == "builder" and isinstance(value, str):
+        value = ":".join(filter(None, split_builder(value)))
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError, RecursionError):  # keys that are no names, a value within itself

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 LARGEST = 2**53  # iteration or env steps: files and metrics hold them as doubles, too
 _ATTEMPT = re.compile(ATTEMPT_PATTERN.format(number=r"\d{3,}"))
+_CHECKPOINT = re.compile(CHECKPOINT_PATTERN.format(iteration=r"(\d+)"))
 
 # Ends of names of entries that are never below zero: counts, variances, scales.
 _NOT_NEGATIVE = ("_step", "count", "variance", "_var", "_sq", "_scale", "largest_return")
@@ -145,10 +146,10 @@ def find_run(run: Path | str, wanted: RunConfig) -> Path:
         wanted: configuration that says algorithm, task, backend and that folder.
 
     Raises:
-        ValueError: for -1, if there is no such run, or one of them cannot be judged.
+        ValueError: for -1, if there is no such run, or one of them cannot be judged; for the name of a checkpoint.
     """
     if str(run) != LATEST:
-        return Path(run).expanduser()
+        return _named_run(Path(run).expanduser())
     folder = runs_folder(wanted)
     candidates = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))]
     same = [path for path in candidates if _names(load_config_file(path)) == _names(wanted)]
@@ -156,6 +157,17 @@ def find_run(run: Path | str, wanted: RunConfig) -> Path:
     if not written:
         raise ValueError(f"no run of {'/'.join(_names(wanted))} below {folder} has a checkpoint; name a run directory")
     return max(written, key=lambda path: written[path])
+
+
+def _named_run(path: Path) -> Path:
+    checkpoint = _CHECKPOINT.fullmatch(path.name)
+    if checkpoint and not path.is_dir():
+        folder, iteration = path.parent, checkpoint.group(1)
+        raise ValueError(
+            f"{path} names a checkpoint where a run directory belongs; type algo.load_run={folder} "
+            f"algo.checkpoint={iteration}, for eval --load-run {folder} --checkpoint {iteration}"
+        )
+    return path
 
 
 def load_config_file(directory: Path) -> RunConfig:

@@ -60,6 +60,7 @@ NESTED = "for two ranks type {key}=[[2,3],[4,5]]"
 TRANSPORTS = (AUTO_TRANSPORT, *FORMS)
 GROUPS = ("algo", "training", "env", "reward")
 MAX_STATES = 1000
+NEAR = 0.85  # share of equal letters from which a name is suggested: below, keys of one group look alike
 PLAYBACK = tuple(f"training.{name}" for name in ("no_play", "export_onnx", "play_env_num", "play_steps"))
 
 
@@ -72,10 +73,11 @@ class TrainingConfig:
         sim_backend: physics backend.
         smoke: train on the CPU, small and eager, to see that everything works; never a benchmark.
         devices: deprecated choice of logical indices among the visible devices.
-        dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank, none in two; null splits the
-            allowed ones evenly.
-        nccl_transport: how ranks of one host exchange gradients, `p2p`, `shm` or `tcp`; `auto` takes the fastest that
-            works. NCCL's own variables win.
+        dp_collector_cpu_ids: CPUs of every rank's physics workers, one list per rank of a host and the same lists on
+            every host, none in two; null splits the allowed ones evenly.
+        nccl_transport: how ranks exchange gradients, `p2p`, `shm` or `tcp`, under a launcher as well; `auto` takes the
+            fastest that works, and leaves it to a launcher's environment. NCCL's own variables win. Between ranks on
+            several hosts `p2p` and `shm` are refused.
         use_amp: bfloat16 autocast on CUDA.
         logger: `tensorboard`, `wandb` (beside the event file) or `none`.
         log_interval: iterations between written metrics; the last iteration is always written.
@@ -342,11 +344,11 @@ def _keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _nearest(value: str, known: Sequence[str]) -> str:
-    """A suggestion: the nearest whole key, or the key whose last part is nearest."""
-    matches = difflib.get_close_matches(value, known, 1, 0.6)
+    """A suggestion where one is near: the nearest whole key, or the key whose last part is nearest."""
+    matches = difflib.get_close_matches(value, known, 1, NEAR)
     if not matches:
         tails = {key.rsplit(".", 1)[-1]: key for key in known}
-        matches = [tails[tail] for tail in difflib.get_close_matches(value.rsplit(".", 1)[-1], tails, 1, 0.6)]
+        matches = [tails[tail] for tail in difflib.get_close_matches(value.rsplit(".", 1)[-1], tails, 1, NEAR)]
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 

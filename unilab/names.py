@@ -5,7 +5,7 @@ This module imports nothing, so that the collector and the suite can read it wit
 
 SCHEMA_VERSION = 1
 
-# Update graphs hold the gradient all-reduce of several ranks.
+# Update graphs hold the gradient all-reduces of several ranks; tests/unilab/test_capture.py looks whether they do.
 GRAPH_HOOKS = True
 
 # Files of a run directory, in the order they appear.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from unilab.config import RunConfig, load_config
 from unilab.rank_processes import RankSeat
 from unilab.ranks import VISIBLE_DEVICES, Ranks
 from unilab.stacks import print_stacks_on_signal
+from unilab.transport import Transport, transport_of_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,17 @@ class Place:
         torch.set_num_threads(learner_threads(size))
         return cls(config, ranks, device, cpu_ids, build_task(config, device, size - ranks.local_rank))
 
+    def set_transport(self, environment: Mapping[str, str]) -> Transport:
+        """Choose how NCCL carries data, and set its variables for this process and those it starts.
+
+        Args:
+            environment: that of the command.
+        """
+        on_cuda, setting = self.device.type == "cuda", self.config.training.nccl_transport
+        transport = transport_of_ranks(self.ranks, on_cuda, setting, environment)
+        os.environ.update(transport.variables)
+        return transport
+
     def join(self, meeting: Path, checkpoint: Checkpoint | None = None) -> Runner:
         """Meet the other ranks and build this one.
 
@@ -92,7 +104,10 @@ def follow(config: RunConfig, ranks: Ranks, meeting: Path) -> None:
     Raises:
         Exception: whatever it failed of.
     """
-    with Place.prepare(config, ranks).join(meeting) as runner:
+    place = Place.prepare(config, ranks)
+    if ranks.launched:  # what rank 0 started has its variables already
+        place.set_transport(os.environ)
+    with place.join(meeting) as runner:
         runner.manifest()
         runner.run()
 

@@ -177,8 +177,7 @@ class Runner:
                 "timestep": spec.timestep,
                 "decimation": spec.decimation,
                 "groups": self._groups,
-                "workers": len(self._collector.placement),
-                "placement": self._collector.placement,
+                **self._workers(),
             },
             "learner": {
                 "algo": self._config.algo.algo,
@@ -202,7 +201,13 @@ class Runner:
             "gpu_uuid": gpu["uuid"],
             "gpu_name": gpu["name"],
             "cpu_ids": self._cpu_ids,
+            **self._workers(),
         }
+
+    def _workers(self) -> dict[str, Any]:
+        """This rank's physics threads."""
+        placement = self._collector.placement
+        return {"workers": len(placement), "placement": placement}
 
     def run(
         self,

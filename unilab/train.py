@@ -95,15 +95,13 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     """
     from unilab.hardware import HostUnfit, device_count
     from unilab.rank import Place
-    from unilab.ranks import plan_ranks
     from unilab.requirements import require_packages, require_playback
     from unilab.resume import plan_resume
     from unilab.run_dir import RunDirectory, choose_run_dir
 
-    environment, devices = dict(os.environ), config.training.devices
+    environment = dict(os.environ)
     try:
-        counted = device_count() if devices is not None and not config.training.smoke else 0
-        ranks = plan_ranks(environment, devices, counted)
+        ranks = _find_ranks(config, environment)
         if ranks.rank:
             return _follow(config, ranks)
         require_packages(config)
@@ -124,6 +122,19 @@ def _prepare_and_run(config: RunConfig, names: Sequence[str], argv: list[str]) -
     command = [sys.executable, "-P", "-m", "unilab.rank", *names]
     with _terminations(ranks):
         return _train_and_record(place, directory, argv, environment, command, resume, mirror)
+
+
+def _find_ranks(config: RunConfig, environment: dict[str, str]) -> Ranks:
+    """The ranks that environment and configuration ask for."""
+    from unilab.hardware import device_count
+    from unilab.ranks import plan_ranks
+    from unilab.transport import check_transport
+
+    devices = config.training.devices
+    counted = device_count() if devices is not None and not config.training.smoke else 0
+    ranks = plan_ranks(environment, devices, counted)
+    check_transport(ranks, config.training.nccl_transport)
+    return ranks
 
 
 def _mirror(config: RunConfig, directory: RunDirectory) -> WandbLog | None:
@@ -251,7 +262,6 @@ class _Run:
         from unilab.provenance import command_facts
         from unilab.rank_processes import RankProcesses
         from unilab.run_dir import remove_leftovers
-        from unilab.transport import transport_of_ranks
 
         config, ranks, directory = self.place.config, self.place.ranks, self.directory
         run = directory.path.parent
@@ -260,9 +270,7 @@ class _Run:
         origin = {"resumed_from": self.resume.facts() if self.resume else None}
         directory.write_config(config)
         directory.write_command(command_facts(argv, environment) | origin)
-        on_cuda = self.place.device.type == "cuda"
-        transport = transport_of_ranks(ranks, on_cuda, config.training.nccl_transport, environment)
-        os.environ.update(transport.variables)  # of the others too, which inherit them
+        transport = self.place.set_transport(environment)  # before others start, which inherit it
         meeting, entries = directory.path / MEETING_FILE, () if ranks.launched else ranks.entries
         with RankProcesses(command, entries, meeting, self.write_last_words) as others:
             with others.watching():

@@ -98,19 +98,35 @@ def find_identity(entries: Sequence[str]) -> Identity | None:
     return Identity(uuids, driver, ".".join(map(str, torch.cuda.nccl.version())))
 
 
+def check_transport(ranks: Ranks, setting: str) -> None:
+    """Refuse a setting that cannot hold for all ranks: what joins the GPUs of one host does not reach another.
+
+    Raises:
+        ValueError: for `p2p` or `shm` where a launcher started ranks on several hosts.
+    """
+    if setting in ("p2p", "shm") and ranks.local_size < ranks.world_size:
+        raise ValueError(
+            f"{TRANSPORT_KEY}={setting} is for ranks of one host, and {ranks.local_size} of {ranks.world_size} are on "
+            f"this one; type {TRANSPORT_KEY}=tcp, or leave it at {AUTO_TRANSPORT} and set NCCL's variables yourself"
+        )
+
+
 def transport_of_ranks(ranks: Ranks, on_cuda: bool, setting: str, environment: Mapping[str, str]) -> Transport:
-    """How NCCL carries data between the ranks of a run, where rank 0 starts them.
+    """How NCCL carries data between the ranks of a run.
+
+    Where a launcher started them, `auto` leaves it to the launcher's environment, and nothing is tried.
 
     Args:
         ranks: the ranks.
         on_cuda: whether they learn on GPUs.
-        setting: as for `choose_transport`.
+        setting: as for `choose_transport`, after `check_transport`.
         environment: what ranks inherit.
     """
     if ranks.world_size > 1 and not on_cuda:
         return Transport({}, "none", (), "ranks on the CPU do not use NCCL")
     if ranks.world_size > 1 and ranks.launched:
-        return Transport({}, "explicit", (), "left to the launcher's environment")
+        told = None if setting == AUTO_TRANSPORT else _told(setting, environment)
+        return told or Transport({}, "explicit", (), "left to the launcher's environment")
     return choose_transport(ranks.entries, setting, environment)
 
 
@@ -138,11 +154,9 @@ def choose_transport(
     """
     if len(entries) < 2:
         return Transport({}, "none", (), "one rank sends nothing")
-    explicit = {name: environment[name] for name in TRANSPORT_VARIABLES if environment.get(name)}
-    if explicit:
-        return _explicit(explicit, setting)
-    if setting != AUTO_TRANSPORT:
-        return Transport(dict(FORMS[setting]), setting, (), f"{TRANSPORT_KEY}={setting}")
+    told = _told(setting, environment)
+    if told is not None:
+        return told
     path, key = _memory(identify(entries), environment)
     remembered = _recall(path, key)
     if remembered is not None:
@@ -156,6 +170,16 @@ def choose_transport(
             return chosen
     tried = "; ".join(f"{attempt.name}: {attempt.detail}" for attempt in attempts)
     return Transport(dict(FORMS["tcp"]), "tcp", tuple(attempts), f"nothing passed, so TCP, untested ({tried})")
+
+
+def _told(setting: str, environment: Mapping[str, str]) -> Transport | None:
+    """What the user's variables or else the setting say; None where neither says anything."""
+    explicit = {name: environment[name] for name in TRANSPORT_VARIABLES if environment.get(name)}
+    if explicit:
+        return _explicit(explicit, setting)
+    if setting == AUTO_TRANSPORT:
+        return None
+    return Transport(dict(FORMS[setting]), setting, (), f"{TRANSPORT_KEY}={setting}")
 
 
 def _explicit(explicit: Mapping[str, str], setting: str) -> Transport:

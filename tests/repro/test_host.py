@@ -53,6 +53,23 @@ def test_visible_entries_are_opaque(variable: str | None, expected: tuple[str, .
 
 
 @pytest.mark.parametrize(
+    ("entries", "nodes"),
+    [
+        (("0", "1"), (1, 0)),
+        (("01", "GPU-0"), (0, 1)),
+        (("GPU-", "gpu-1"), (1, 0)),
+        (("7", "MIG-GPU-0/1/0", "x"), (None, None, None)),
+    ],
+)
+def test_the_node_of_a_visible_gpu_is_known_where_its_entry_names_a_listed_one(
+    entries: tuple[str, ...], nodes: tuple[int | None, ...]
+) -> None:
+    gpus = tuple(gpu.model_copy(update={"numa_node": 1 - position}) for position, gpu in enumerate(TWO))
+    host, _ = make_host(4, 2, gpus=gpus, visible_gpus=entries)
+    assert host.gpu_nodes == nodes
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from repro.place import (
     Offer,
     Placement,
     fill_order,
+    hand_out,
     place,
     read_topology,
     split_cpus,
@@ -45,7 +47,8 @@ def test_topology_is_read_from_sysfs_and_a_cpu_without_files_is_a_core(tmp_path:
         folder.mkdir(parents=True)
         (folder / "core_id").write_text(f"{core}\n")
         (folder / "physical_package_id").write_text("1\n")
-    assert read_topology((2, 3, 9), tmp_path) == (Cpu(2, 7, 1), Cpu(3, 7, 1), Cpu(9, 9, 0))
+    (tmp_path / "cpu3" / "node1").mkdir()
+    assert read_topology((2, 3, 9), tmp_path) == (Cpu(2, 7, 1), Cpu(3, 7, 1, node=1), Cpu(9, 9, 0))
 
 
 def cores(count: int, sockets: int = 1, threads: int = 1) -> tuple[Cpu, ...]:
@@ -108,6 +111,64 @@ def test_shares_are_equal_disjoint_and_usable(places: list[tuple[int, int]], ran
 
 
 TWO = ("GPU-a", "GPU-b")
+
+
+def on_nodes(topology: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
+    """Every socket a NUMA node."""
+    return tuple(replace(cpu, node=cpu.socket) for cpu in topology)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "both"),
+    [
+        ((0, 1), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ((1, 0), ((4, 5, 6, 7), (0, 1, 2, 3))),
+        ((1, 1), ((4, 5, 6, 7), (0, 1, 2, 3))),
+        ((1, None), ((4, 5, 6, 7), (0, 1, 2, 3))),
+        ((None, None), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ((7, 7), ((0, 1, 2, 3), (4, 5, 6, 7))),  # a node none of whose CPUs are allowed
+        ((), ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ],
+)
+def test_a_ranks_pool_is_on_the_node_of_its_gpu(
+    nodes: tuple[int | None, ...], both: tuple[tuple[int, ...], ...]
+) -> None:
+    offer = Offer(on_nodes(cores(4, sockets=2)), None, TWO, gpu_nodes=nodes)
+    assert place("all", (0, 1), offer, widest=2).pools == both
+    assert place(4, (0,), offer, widest=2).pools == both[:1]
+    assert place("default", (0, 1), offer, widest=2).pools == tuple(pool[:-1] for pool in both)
+    assert place(4, (0,), offer, joined=2).pools == (both[0] + both[1],)
+    swapped = Offer(offer.topology, None, TWO, gpu_nodes=nodes[::-1])
+    assert place(4, (1,), swapped, widest=2).pools == both[:1]
+
+
+def test_a_share_that_spans_nodes_goes_to_the_rank_that_has_most_of_it() -> None:
+    """Three shares of four cores on two nodes of six: the middle one is half and half."""
+    topology = on_nodes(cores(6, sockets=2))
+    shares = split_cpus(topology, None, 3)
+    assert shares == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert hand_out(shares, [1, 1, 0], topology) == (shares[2], shares[1], shares[0])
+    assert hand_out(shares, [0, 1], topology) == (shares[0], shares[2], shares[1])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.none() | st.integers(0, 3)), min_size=1, max_size=24),
+    st.lists(st.none() | st.integers(0, 3), min_size=1, max_size=4),
+    st.none() | st.floats(0.1, 30),
+)
+def test_handing_out_keeps_the_shares_whatever_the_nodes(
+    places: list[tuple[int, int, int | None]], nodes: list[int | None], limit: float | None
+) -> None:
+    topology = tuple(Cpu(number, core, socket, node) for number, (socket, core, node) in enumerate(places))
+    shares = split_cpus(topology, limit, len(nodes))
+    found = hand_out(shares, nodes, topology)
+    every = [cpu for share in found for cpu in share]
+    assert sorted(found) == sorted(shares)
+    assert len({len(share) for share in found}) <= 1
+    assert len(every) == len(set(every))
+    assert hand_out(shares, [None] * len(nodes), topology) == shares
+    for ranks in range(len(nodes)):
+        assert hand_out(shares, nodes[:ranks], topology)[:ranks] == found[:ranks]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +235,13 @@ def test_a_case_that_does_not_fit_says_why(
 
 @st.composite
 def offers(draw: st.DrawFn) -> Offer:
-    """Any host: cores of one or two sockets with siblings, a time limit or none, up to four GPUs."""
-    places = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7)), min_size=1, max_size=24))
-    topology = tuple(Cpu(number, core, socket) for number, (socket, core) in enumerate(places))
+    """Any host: cores of one or two sockets with siblings, nodes or none, a time limit or none, up to four GPUs."""
+    node = st.none() | st.integers(0, 3)
+    places = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7), node), min_size=1, max_size=24))
+    topology = tuple(Cpu(number, core, socket, on) for number, (socket, core, on) in enumerate(places))
     gpus = tuple(f"GPU-{position}" for position in range(draw(st.integers(0, 4))))
-    return Offer(topology, draw(st.none() | st.floats(0.1, 30)), gpus, draw(st.sampled_from([None, "the reason"])))
+    unusable = draw(st.sampled_from([None, "the reason"]))
+    return Offer(topology, draw(st.none() | st.floats(0.1, 30)), gpus, unusable, tuple(draw(node) for _ in gpus))
 
 
 @given(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +22,20 @@ NOW = datetime(2026, 11, 29, 12, 0, 1, tzinfo=UTC)
 def plan_for(matrix: Matrix, cpus: int = 4, gpus: int = 0, **options: object) -> Plan:
     host, topology = make_host(cpus, gpus)
     return make_plan(matrix, host, topology, SOURCE, now=NOW, **options)  # type: ignore[arg-type]
+
+
+def test_ranks_have_the_cpus_of_the_nodes_that_their_gpus_are_on() -> None:
+    host, topology = make_host(8, 2)
+    crossed = [gpu.model_copy(update={"numa_node": 1 - position}) for position, gpu in enumerate(host.gpus)]
+    on_nodes = tuple(replace(cpu, node=cpu.cpu // 4) for cpu in topology)
+    dual = load_matrix("dual")
+    pools = {}
+    for name, gpus in (("known", tuple(crossed)), ("unknown", host.gpus)):
+        plan = make_plan(dual, host.model_copy(update={"gpus": gpus}), on_nodes, SOURCE, now=NOW)
+        pools[name] = {cell.case: cell.cpu_ids for cell in plan.cells}
+    assert pools["known"]["n2"] == (4, 5, 6, 0, 1, 2)
+    assert pools["known"]["n1"] == (4, 5, 6)
+    assert pools["unknown"] == {"n1": (0, 1, 2), "n2": (0, 1, 2, 4, 5, 6)}
 
 
 def test_the_warm_up_comes_first_then_blocks_in_turn() -> None:

@@ -24,8 +24,6 @@ def refusal(found: Any) -> str:
         verify_actor({"actor": {}, "actor_semantics": found}, SEMANTICS, FILE)
     message = str(caught.value)
     assert message.startswith("model_7.pt: actor_semantics") and "\n" not in message
-    assert "minimum supported format is actor_semantics with schema_version=1 and kind, builder, kwargs," in message
-    assert message.endswith("retraining with the current version is the only way to recover")
     return message
 
 
@@ -68,12 +66,34 @@ def test_the_same_actor_passes_whatever_else_is_there() -> None:
         ({}, "actor_semantics.schema_version is None, expected 1"),
         ({**SEMANTICS, "schema_version": 2}, "actor_semantics.schema_version is 2, expected 1"),
         ({**SEMANTICS, "schema_version": True}, "actor_semantics.schema_version is True, expected 1"),
-        ({**SEMANTICS, "kind": "custom"}, 'actor_semantics.kind is "custom", the configuration expects "builtin"'),
-        ({**SEMANTICS, "obs_dim": 49}, "actor_semantics.obs_dim is 49, the configuration expects 98"),
+        ({**SEMANTICS, "kind": "fused"}, 'actor_semantics.kind is "fused", the configuration expects "builtin"'),
+        ({**SEMANTICS, "kind": ["custom"]}, 'actor_semantics.kind is ["custom"], the configuration expects "builtin"'),
+        ({**SEMANTICS, "action_transform": "clip"}, 'actor_semantics.action_transform is "clip", the configuration'),
         (
             {name: value for name, value in SEMANTICS.items() if name != "action_transform"},
             'actor_semantics.action_transform is "absent", the configuration expects "tanh"',
         ),
+        (
+            {name: value for name, value in SEMANTICS.items() if name != "kwargs"},
+            'actor_semantics.kwargs is "absent", the configuration expects {"hidden_dim"',
+        ),
+    ],
+)
+def test_what_this_version_does_not_know_can_only_be_trained_again(found: Any, message: str) -> None:
+    said = refusal(found)
+    assert message in said
+    assert "minimum supported format is actor_semantics with schema_version=1 and kind, builder, kwargs," in said
+    assert said.endswith("retraining with the current version is the only way to recover")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({**SEMANTICS, "kind": "custom"}, 'actor_semantics.kind is "custom", the configuration expects "builtin"'),
+        ({**SEMANTICS, "builder": "a.b"}, 'actor_semantics.builder is "a:b", the configuration expects "unilab.flash'),
+        ({**SEMANTICS, "builder": "ab"}, 'actor_semantics.builder is "ab", the configuration expects "unilab.flash'),
+        ({**SEMANTICS, "builder": 7}, 'actor_semantics.builder is 7, the configuration expects "unilab.flash'),
+        ({**SEMANTICS, "obs_dim": 49}, "actor_semantics.obs_dim is 49, the configuration expects 98"),
         (
             {**SEMANTICS, "kwargs": {**SEMANTICS["kwargs"], "noise_zeta_mu": 1.5}},
             'kwargs is {"hidden_dim": 128, "noise_zeta_max": 16, "noise_zeta_mu": 1.5, "num_blocks": 2}, the conf',
@@ -84,8 +104,18 @@ def test_the_same_actor_passes_whatever_else_is_there() -> None:
         ({**SEMANTICS, "kwargs": NESTED}, "actor_semantics.kwargs is {'a': {'a': {'a': "),
     ],
 )
-def test_refusals_name_file_field_found_and_expected(found: Any, message: str) -> None:
-    assert message in refusal(found)
+def test_what_merely_differs_can_be_set(found: Any, message: str) -> None:
+    said = refusal(found)
+    assert message in said
+    assert said.endswith("no weight was restored; set what it was trained with")
+
+
+@pytest.mark.parametrize(("one", "other"), [("my.actor:A", "my.actor.A"), ("my.actor.A", "my.actor:A")])
+def test_a_builder_has_two_spellings(one: str, other: str) -> None:
+    expected = {**SEMANTICS, "kind": "custom", "builder": other}
+    verify_actor({"actor_semantics": {**expected, "builder": one}}, expected, FILE)
+    with pytest.raises(ValueError, match=r'builder is "my:actor\.A", the configuration expects "my\.actor:A"'):
+        verify_actor({"actor_semantics": {**expected, "builder": "my:actor.A"}}, expected, FILE)
 
 
 def test_every_mismatch_is_named() -> None:

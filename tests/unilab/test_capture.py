@@ -22,9 +22,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from unilab import exchange as exchange_module
+from unilab import names
 from unilab import runner as runner_module
 from unilab.capture import WARMUP_RUNS, Phase
 from unilab.channel import Channel
+from unilab.config import load_config
+from unilab.data_parallel import DataParallel
 from unilab.exchange import DeviceExchange, MetricReader
 from unilab.names import EXIT_OK
 from unilab.sac import learner as learner_module
@@ -297,6 +300,25 @@ def test_switches_reach_the_runner_and_change_nothing_else(
         assert registered == drawn
     assert run.losses == eager.losses
     assert differences(run.state, eager.state) == []
+
+
+@pytest.mark.parametrize(("algo", "collectives"), [("sac", 10), ("flashsac", 12)])
+def test_graph_hooks_say_that_the_update_graph_holds_every_all_reduce(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, algo: str, collectives: int
+) -> None:
+    """What `graph hooks: True` tells of the trainer, looked at in the loop's own graph of a rank of two."""
+    held: list[bool] = []
+    monkeypatch.setattr(DataParallel, "_all_reduce_mean", lambda *_: held.append(FakeGraph.recording is not None))
+    monkeypatch.setattr(DataParallel, "gather", lambda self, values: values.repeat(self.world_size, 1))
+    monkeypatch.setattr(runner_module, "_execution", lambda *_: (False, True))
+    small = ["actor_hidden_dim=16", "critic_hidden_dim=16", "num_envs=8", "batch_size=32", "updates_per_step=8"]
+    config = load_config(algo, "g1_walk_flat", "mujoco", [f"algo.{setting}" for setting in small])
+    task = config.build_task(config.algo.num_envs, CPU)
+    with runner_module.Runner(config, task, CPU, None, DataParallel(0, 2)) as runner:
+        assert runner._captured
+        runner._run_update.capture(runner.registry)
+    assert len(cuda.graphs) == 1
+    assert names.GRAPH_HOOKS is (held.count(True) == collectives)
 
 
 # --- compiled --------------------------------------------------------------------------------------------------------

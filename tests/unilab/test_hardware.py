@@ -150,7 +150,7 @@ def test_a_pool_follows_the_gpu_of_its_rank(plain_host: Host, monkeypatch: pytes
     [
         ([1], [[1]], 1, "env.cpu_ids=[1] is for a single rank and training.dp_collector_cpu_ids is set; give "),
         ([1], None, 2, "env.cpu_ids=[1] is for a single rank and there are 2 ranks; give training.dp_collector_"),
-        (None, [[0], [1]], 1, "training.dp_collector_cpu_ids has 2 lists for 1 rank; give one list of CPUs per rank"),
+        (None, [[0], [1]], 1, "training.dp_collector_cpu_ids has 2 lists for 1 rank on this host; give one"),
     ],
 )
 def test_lists_that_do_not_fit_the_ranks(

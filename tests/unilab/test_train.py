@@ -584,7 +584,7 @@ def bare_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (["training.smoke=true", "training.log_dir=full/file/run"], 2, "cannot make the run directory full/file/run"),
         (["training.smoke=true", "env.cpu_ids=[99999]"], 2, "CPU 99999, which this process may not use; allowed: "),
         (["training.smoke=true", "env.cpu_ids=[]"], 2, r"env.cpu_ids=\[\] names no CPU"),
-        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank; give one"),
+        (["training.smoke=true", f"{POOLS}=[[{CPUS[0]}],[{CPUS[0]}]]"], 2, f"{POOLS} has 2 lists for 1 rank on this"),
         (["training.smoke=true", f"{POOLS}=[[{CPUS[0]},{CPUS[0]}]]"], 2, "names CPU . twice; list each CPU once"),
         (["training.smoke=true", f"{POOLS}=[0,1]"], 2, r"per rank, got \[0,1\]; for two ranks type "),
         (["training.smoke=true", f"{POOLS}=[[0]]", "env.cpu_ids=[0]"], 2, "is for a single rank and training.dp_"),
@@ -638,6 +638,12 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
     assert "unknown key 'algo.nope'" in capfd.readouterr().err
 
 
+TWO_HOSTS = {
+    **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+}
+
+
 @pytest.mark.parametrize(
     ("variables", "overrides", "message"),
     [
@@ -648,6 +654,8 @@ def test_settings_may_stand_between_the_options(capfd: pytest.CaptureFixture[str
         ({}, ["training.devices=[0,0]"], "names a device twice"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, [], "RANK, WORLD_SIZE set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["env.cpu_ids=[0]"], "is for a single rank"),
+        (TWO_HOSTS, ["training.nccl_transport=shm"], "is for ranks of one host, and 1 of 2 are on this one"),
+        (TWO_HOSTS | {"RANK": "1"}, ["training.nccl_transport=p2p"], "type training.nccl_transport=tcp, or leave"),
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(

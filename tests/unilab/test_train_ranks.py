@@ -70,6 +70,12 @@ def test_the_manifest_names_every_rank_and_how_they_learn_together(run: Run) -> 
     assert [rank["collector_backend_device"] for rank in manifest["ranks"]] == ["cpu", "cpu"]
     pools = [rank["cpu_ids"] for rank in manifest["ranks"]]
     assert all(pools) and not set(pools[0]) & set(pools[1])
+    assert [[cpu for _, cpu in rank["placement"]] for rank in manifest["ranks"]] == pools
+    assert [rank["workers"] for rank in manifest["ranks"]] == [len(pool) for pool in pools]
+    threads = [{thread for thread, _ in rank["placement"]} for rank in manifest["ranks"]]
+    assert not threads[0] & threads[1]
+    first = {name: manifest["ranks"][0][name] for name in ("workers", "placement")}
+    assert first.items() <= manifest["physics"].items()
     assert manifest["dp_sync"] == {
         "world_size": 2,
         "backend": "gloo",

@@ -426,6 +426,10 @@ def test_checkpoints_that_are_refused(copied: Path, spoil: Callable[[Path], None
         (["algo.load_run=run", "algo.actor_hidden_dim=32"], "no weight was restored"),
         (["algo.load_run=nowhere"], "nowhere is no run directory: it has no config.json"),
         (["algo.load_run=."], ". is no run directory"),
+        (
+            ["algo.load_run=run/model_3.pt"],
+            "type algo.load_run=run algo.checkpoint=3, for eval --load-run run",
+        ),
         ([], "no run of sac/G1WalkFlat/mujoco below logs/sac/G1WalkFlat has a checkpoint; name a run directory"),
         (["algo.load_run=run", "training.log_dir=new"], "is written on inside that run, not in training.log_dir=new"),
         (["algo.load_run=run", "algo.resume=false"], "algo.resume must be true where algo.load_run or algo.checkpoint"),

@@ -17,8 +17,12 @@ import torch
 from torch import distributed
 
 from unilab import transport, transport_probe
+from unilab.config import load_config
 from unilab.gpus import Gpu
-from unilab.transport import Identity, Transport, choose_transport, find_identity
+from unilab.names import TRANSPORT_VARIABLES
+from unilab.rank import Place, follow
+from unilab.ranks import Ranks
+from unilab.transport import Identity, Transport, check_transport, choose_transport, find_identity, transport_of_ranks
 from unilab.transport_probe import ELEMENTS, all_reduce_ms
 
 P2P = {"NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "0"}
@@ -151,6 +155,52 @@ def test_variables_of_the_user_win(explicit: dict[str, str], setting: str, added
     environment = {**explicit, "NCCL_DEBUG": "WARN", "HOME": "/"}
     found = choose_transport(ENTRIES, setting, environment, program=NOTHING)
     assert found == Transport({**explicit, **added}, "explicit", (), reason)
+
+
+LAUNCHED = Ranks(1, 2, ("0", "1"), 1, 2, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "expected"),
+    [
+        ("auto", {}, Transport({}, "explicit", (), "left to the launcher's environment")),
+        ("auto", {"NCCL_SHM_DISABLE": "0"}, Transport({}, "explicit", (), "left to the launcher's environment")),
+        ("tcp", {}, Transport(TCP, "tcp", (), "training.nccl_transport=tcp")),
+        ("shm", {"NCCL_P2P_DISABLE": "0"}, choose_transport(ENTRIES, "shm", {"NCCL_P2P_DISABLE": "0"})),
+    ],
+)
+def test_a_setting_holds_under_a_launcher_as_without_one(
+    setting: str, environment: dict[str, str], expected: Transport
+) -> None:
+    assert transport_of_ranks(LAUNCHED, True, setting, environment) == expected
+
+
+def test_a_rank_of_a_launcher_has_the_variables_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("sac", "g1_walk_flat", "mujoco", ["training.nccl_transport=shm"])
+    task: Any = None
+    for name in TRANSPORT_VARIABLES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(Place, "prepare", lambda *asked: Place(*asked, torch.device("cuda", 0), None, task))
+
+    def join(*_: Any) -> None:
+        assert {name: os.environ[name] for name in SHM} == SHM
+        raise InterruptedError("met")
+
+    monkeypatch.setattr(Place, "join", join)
+    with pytest.raises(InterruptedError, match="met"):
+        follow(config, LAUNCHED, Path())
+
+
+@pytest.mark.parametrize("setting", ["p2p", "shm"])
+def test_what_ends_at_a_host_is_refused_on_several(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"^training.nccl_transport={setting} .*, and 2 of 4 are on this one; type "):
+        check_transport(Ranks(3, 4, ("0", "1"), 1, 2, launched=True), setting)
+    check_transport(LAUNCHED, setting)
+
+
+@pytest.mark.parametrize("setting", ["auto", "tcp"])
+def test_what_reaches_other_hosts_is_not(setting: str) -> None:
+    check_transport(Ranks(3, 4, ("0", "1"), 1, 2, launched=True), setting)
 
 
 @pytest.mark.parametrize("plan", ["ok", "slow", "via P2P", "via P2P SHM"])

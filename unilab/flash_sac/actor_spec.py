@@ -37,14 +37,14 @@ class ActorSpec:
         if unknown:
             raise refusal(f"unknown entry {unknown[0]!r}; there is builder and kwargs")
         builder, kwargs = value.get("builder"), value.get("kwargs")
-        if not isinstance(builder, str) or not all(_split(builder.strip())):
+        if not isinstance(builder, str) or not all(split_builder(builder.strip())):
             raise refusal(f"builder must be text like package.module:name, got {builder!r}; type {EXAMPLE}")
         return cls(builder.strip(), _json_values({} if kwargs is None else kwargs))
 
     @property
     def place(self) -> tuple[str, str]:
         """Module and name of the builder."""
-        return _split(self.builder)
+        return split_builder(self.builder)
 
 
 def refusal(problem: str) -> ValueError:
@@ -52,7 +52,8 @@ def refusal(problem: str) -> ValueError:
     return ValueError(f"{KEY}: {' '.join(problem.split())}")
 
 
-def _split(builder: str) -> tuple[str, str]:
+def split_builder(builder: str) -> tuple[str, str]:
+    """Module and name of a builder in either spelling; one that is missing is empty."""
     module, colon, name = builder.partition(":")
     if not colon:
         module, _, name = builder.rpartition(".")

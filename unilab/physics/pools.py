@@ -128,7 +128,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def _check_pools(pools: Sequence[Sequence[int]], allowed: Sequence[int], ranks: int) -> None:
     if len(pools) != ranks:
         found, asked = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(pools), "list"), (ranks, "rank")))
-        raise ValueError(f"{POOLS_KEY} has {found} for {asked}; give one list of CPUs per rank, as in [[2,3],[4,5]]")
+        raise ValueError(f"{POOLS_KEY} has {found} for {asked} on this host; give one list each, as in [[2,3],[4,5]]")
     owner: dict[int, int] = {}
     for rank, pool in enumerate(pools):
         check_cpu_ids(pool, allowed, f"{POOLS_KEY}[{rank}]")

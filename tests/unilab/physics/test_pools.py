@@ -204,9 +204,9 @@ def test_explicit_pools_are_kept_as_they_are(two_sockets: Topology) -> None:
 @pytest.mark.parametrize(
     ("pools", "message"),
     [
-        ([[0]], f"{KEY} has 1 list for 2 ranks; give one list of CPUs per rank, as in [[2,3],[4,5]]"),
-        ([], f"{KEY} has 0 lists for 2 ranks; give one list of CPUs per rank, as in [[2,3],[4,5]]"),
-        ([[0], [1], [2]], f"{KEY} has 3 lists for 2 ranks; give one list of CPUs per rank, as in [[2,3],[4,5]]"),
+        ([[0]], f"{KEY} has 1 list for 2 ranks on this host; give one list each, as in [[2,3],[4,5]]"),
+        ([], f"{KEY} has 0 lists for 2 ranks on this host; give one list each, as in [[2,3],[4,5]]"),
+        ([[0], [1], [2]], f"{KEY} has 3 lists for 2 ranks on this host; give one list each, as in [[2,3],[4,5]]"),
         ([[0], []], f"{KEY}[1]=[] names no CPU; list at least one, or use null for no pinning"),
         ([[0, 0], [1]], f"{KEY}[0]=[0, 0] names CPU 0 twice; list each CPU once"),
         ([[0], [9]], f"{KEY}[1]=[9] names CPU 9, which this process may not use; allowed: [0, 1, 2]"),
