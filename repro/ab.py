@@ -154,7 +154,7 @@ def ab_matrix(base: Matrix, code: Mapping[str, Code]) -> Matrix:
     """A matrix of one case in two versions, with a warm-up for each of both.
 
     Args:
-        base: Its settings are kept, and its case of most ranks, the first where several have as many.
+        base: Its settings are kept, and of this trainer's cases that of most ranks, the first where several have as many.
         code: Of sides a and b.
     """
     case = _widest(base)
@@ -193,12 +193,14 @@ def _choose(asked: str, host: Host) -> Matrix:
     matrix = load_matrix(name)
     if matrix.learning:
         raise UsageError(f"--matrix {asked} asks what policies learn and gives no verdict on speed; name another")
+    if all(case.foreign for case in matrix.cases):
+        raise UsageError(f"--matrix {asked} has cases of other trainers alone, in which no commit runs; name another")
     print(f"matrix {matrix.name}: {why}; case {_widest(matrix).name}", file=sys.stderr)
     return matrix
 
 
 def _widest(matrix: Matrix) -> Case:
-    return max(matrix.cases, key=lambda case: len(case.gpus))
+    return max((case for case in matrix.cases if not case.foreign), key=lambda case: len(case.gpus))
 
 
 def _case(case: Case, side: str, code: Code) -> Case:

@@ -32,6 +32,7 @@ from repro.verify import verify
 
 MATRIX = matrix_text({"other": {}, "one": {}}, name="base", repeats=3, warmup=1)
 SLOW, FAST = 10_000, 15_000
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "foreign.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,8 @@ def use(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ab_module, "PROJECT", project)
     monkeypatch.chdir(project.parent)
     (project.parent / "base.toml").write_text(MATRIX)
+    theirs = 'command = ["theirs", "{run_dir}"]\nevent_tag = "fps"\nstep_axis = "env_steps"\n'
+    (project.parent / "theirs.toml").write_text(matrix_text({"theirs": {}}) + theirs)
     return project
 
 
@@ -173,6 +176,7 @@ def test_the_working_tree_is_compared_with_its_changes(
         (["HEAD", "HEAD"], 2, "HEAD and HEAD are the same code"),
         (["HEAD", "."], 2, "HEAD and . are the same code"),
         (["HEAD~1", "HEAD", "--matrix", "learning"], 2, "--matrix learning asks what policies learn and gives no"),
+        (["HEAD~1", "HEAD", "--matrix", "theirs.toml"], 2, "--matrix theirs.toml has cases of other trainers alone, in"),
         (["HEAD~1", "HEAD", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["HEAD~1", "HEAD", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
         (["HEAD~1", "HEAD", "--iterations", "19"], 2, "case 'a' logs 19 events in 19 iterations, a rate needs 20; "),
@@ -358,6 +362,7 @@ def test_probes_run_with_the_code_of_the_change(
 def test_the_case_of_most_ranks_is_compared() -> None:
     assert ab_module._widest(load_matrix("dual")).name == "n2"
     assert ab_module._widest(load_matrix("smoke")).name == "workers1"  # the first of equals
+    assert ab_module._widest(load_matrix(str(EXAMPLE))).name == "here"  # its first runs no commit
 
 
 def test_the_folder_of_the_code_is_not_published() -> None:
