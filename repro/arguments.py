@@ -95,7 +95,12 @@ def _add_ab(parser: argparse.ArgumentParser) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     shipped = ", ".join(builtin_names())
-    parser.add_argument("cases", metavar="CASE", nargs="*", help="cases of a shipped matrix, instead of --matrix")
+    parser.add_argument(
+        "cases",
+        metavar="CASE",
+        nargs="*",
+        help="only these cases of --matrix, or of the one shipped matrix that has them",
+    )
     parser.add_argument("--matrix", metavar="NAME|FILE", help=f"{shipped}, a TOML file, or auto (widest that fits)")
     parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each case")
     parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run")

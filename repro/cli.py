@@ -18,7 +18,7 @@ from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
 from repro.launch import Runner, local_runner
-from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.output import require_new
 from repro.place import Cpu
 from repro.plan import LOCAL, TRAINER, Cell, Plan, make_plan
@@ -181,18 +181,20 @@ def _plan_run(
 
 
 def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
-    """The matrix that the command line names; `auto` says on stderr which it is and why."""
-    if arguments.cases and arguments.matrix is not None:
-        raise UsageError(f"name cases ({' '.join(arguments.cases)}) or --matrix {arguments.matrix}, not both")
-    if arguments.cases:
-        return matrix_of_cases(arguments.cases)
+    """The matrix that the command line names, or only its cases that are named too."""
     if arguments.matrix is None:
+        if arguments.cases:
+            return matrix_of_cases(arguments.cases)
         raise UsageError(f"name cases or a matrix: --matrix {', '.join([*builtin_names(), 'auto'])} or a TOML file")
-    if arguments.matrix != "auto":
-        return load_matrix(arguments.matrix)
+    matrix = load_matrix(_choose(host) if arguments.matrix == "auto" else arguments.matrix)
+    return select_cases(matrix, arguments.cases) if arguments.cases else matrix
+
+
+def _choose(host: Host) -> str:
+    """Name of the matrix that `auto` is; says on stderr which it is and why."""
     name, why = choose_matrix(host)
     print(f"matrix {name}: {why}", file=sys.stderr)
-    return load_matrix(name)
+    return name
 
 
 def _resume(

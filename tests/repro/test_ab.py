@@ -176,7 +176,11 @@ def test_the_working_tree_is_compared_with_its_changes(
         (["HEAD", "HEAD"], 2, "HEAD and HEAD are the same code"),
         (["HEAD", "."], 2, "HEAD and . are the same code"),
         (["HEAD~1", "HEAD", "--matrix", "learning"], 2, "--matrix learning asks what policies learn and gives no"),
-        (["HEAD~1", "HEAD", "--matrix", "theirs.toml"], 2, "--matrix theirs.toml has cases of other trainers alone, in"),
+        (
+            ["HEAD~1", "HEAD", "--matrix", "theirs.toml"],
+            2,
+            "--matrix theirs.toml has cases of other trainers alone, in",
+        ),
         (["HEAD~1", "HEAD", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["HEAD~1", "HEAD", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
         (["HEAD~1", "HEAD", "--iterations", "19"], 2, "case 'a' logs 19 events in 19 iterations, a rate needs 20; "),

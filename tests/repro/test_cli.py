@@ -103,7 +103,9 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
             2,
             "name cases or a matrix: --matrix ablation, documents, dual, learning, learning_flashsac, ",
         ),
-        (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
+        (["run", "n1", "--matrix", "smoke"], 2, "matrix smoke has no case 'n1'; known: workers1, workers2"),
+        (["plan", "workers1", "workers1"], 2, "cases workers1 workers1 repeat a name; use --repeats"),
+        (["plan", "n1"], 2, "n1 in documents/dual/single); say which, as in --matrix documents n1"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),
         (["plan", "--matrix", "smoke", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
@@ -219,6 +221,17 @@ def test_a_plan_as_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plan = parse_model(Plan, capsys.readouterr().out, "stdout")
     assert [cell.id for cell in plan.cells] == ["warmup1_workers1", "workers1_r1", "workers1_r2"]
     assert plan.matrix.iterations == 50
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(("words", "workers"), [(["--matrix", "dual", "n1"], 7), (["n1", "--matrix", "auto"], 15)])
+def test_cases_of_a_named_matrix_are_run_as_in_it(
+    words: list[str], workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, "--json"]) == 0
+    plan = parse_model(Plan, capsys.readouterr().out, "stdout")
+    assert {cell.case for cell in plan.cells} == {"n1"}
+    assert {len(pool) for cell in plan.cells for pool in cell.pools} == {workers}
 
 
 @pytest.mark.usefixtures("one_gpu")

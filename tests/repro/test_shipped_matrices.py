@@ -6,7 +6,7 @@ import pytest
 from session_builder import SOURCE, make_host
 
 from repro.dry_run import plan_lines
-from repro.matrix import builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.plan import Cell, Executor, Plan, check_plan, make_plan
 from repro.schema import canonical_json, parse_model
 from unilab.config import load_config
@@ -156,9 +156,12 @@ def test_named_cases_are_found_where_their_name_is_unique() -> None:
     assert matrix_of_cases(["n1_both"]).name == "pools"
 
 
-@pytest.mark.parametrize(("matrix", "case"), [("pools", "n1_pool"), ("strong", "strong1"), ("pools", "n1_both")])
+@pytest.mark.parametrize(
+    ("matrix", "case"),
+    [("pools", "n1_pool"), ("strong", "strong1"), ("pools", "n1_both"), ("dual", "n1"), ("documents", "n1_local32")],
+)
 def test_a_case_by_itself_gets_the_cpus_it_has_in_its_matrix(matrix: str, case: str) -> None:
-    alone = make_plan(matrix_of_cases([case]), *make_host(32, 2), SOURCE)
+    alone = make_plan(select_cases(load_matrix(matrix), [case]), *make_host(32, 2), SOURCE)
     whole = make_plan(load_matrix(matrix), *make_host(32, 2), SOURCE)
     cells = {cell.id: cell for cell in whole.cells if cell.case == case}
     shared = [cell for cell in alone.cells if cell.id in cells]
