@@ -154,7 +154,7 @@ def ab_matrix(base: Matrix, code: Mapping[str, Code]) -> Matrix:
     """A matrix of one case in two versions, with a warm-up for each of both.
 
     Args:
-        base: Its settings are kept, and of this trainer's cases that of most ranks, the first where several have as many.
+        base: Its settings are kept, and of this trainer's cases that of most ranks, the first of equals.
         code: Of sides a and b.
     """
     case = _widest(base)

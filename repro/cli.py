@@ -217,7 +217,9 @@ def _resume(
     from repro.result import compute_result
     from repro.session import exit_code
 
-    print(f"nothing to do: every run in {arguments.out} has its number")
+    skipped = [cell.id for cell in plan.cells if cell.skip_reason is not None]
+    without = f"; skipped, as this host cannot hold them: {', '.join(skipped)}" if skipped else ""
+    print(f"nothing to do: every run in {arguments.out} has its number{without}")
     return exit_code(compute_result(earlier), earlier)
 
 

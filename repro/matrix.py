@@ -113,6 +113,8 @@ class Case(ForeignKeys):
                 raise ValueError(f"{name!r} is no name of a variable; use letters, digits and _")
             if name in CODE_VARIABLES:
                 raise ValueError(f"{name} changes the code that is measured; install what a case needs instead")
+            if name == "CUDA_VISIBLE_DEVICES":
+                raise ValueError(f"{name} is set by the suite; a case names its GPUs by gpus, as in gpus = [0]")
             plain_line(value)
         return environment
 
@@ -395,8 +397,7 @@ def matrix_of_cases(names: list[str]) -> Matrix:
     """Build a matrix from named cases of one built-in matrix, with that matrix's settings.
 
     Raises:
-        UsageError: If a name is unknown, repeated, found in several matrices, or the names come from different ones; with
-            what to type.
+        UsageError: If a name is unknown, repeated, found in several matrices, or the names come from different ones.
     """
     matrices = [load_matrix(name) for name in builtin_names()]
     homes = {name: [matrix for matrix in matrices if name in [case.name for case in matrix.cases]] for name in names}

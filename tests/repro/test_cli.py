@@ -79,9 +79,14 @@ def test_the_command_line_is_frozen() -> None:
     [
         ([], "repro: the following arguments are required: COMMAND"),
         (["dance"], "repro: argument COMMAND: invalid choice: 'dance'"),
-        (["run", "--matirx", "smoke"], "unrecognized arguments: --matirx"),
+        (["--matirx", "run", "n1"], "repro: unrecognized arguments: --matirx; see repro --help"),
+        (["run", "--matirx", "smoke"], "repro run: unrecognized arguments: --matirx; see repro run --help"),
+        (
+            ["bench", "tick", "--cycles=1"],
+            "repro bench tick: unrecognized arguments: --cycles=1; see repro bench tick ",
+        ),
         (["run", "--repeats", "many", "n1"], "repro run: argument --repeats: invalid int value: 'many'"),
-        (["verify", "a", "b"], "unrecognized arguments: b"),
+        (["verify", "a", "b"], "repro verify: unrecognized arguments: b; see repro verify --help"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(
@@ -284,7 +289,7 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
 def test_the_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--matrix", "single", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    fits = {"matrix": "single", "fits": True, "estimated_seconds": 294.0, "cases": [{"case": "n1", "reason": None}]}
+    fits = {"matrix": "single", "fits": True, "estimated_seconds": 354.0, "cases": [{"case": "n1", "reason": None}]}
     assert found["matrices"] == [fits]
     assert found["host"]["gpus"][0]["name"] == "NVIDIA H200"
 

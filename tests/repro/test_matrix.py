@@ -88,6 +88,10 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ("workers = 1", 'overrides = ["a.b=1\\n"]', r"overrides: 'a.b=1\n' holds a control character"),
         ('FAKE_RATE = "10000"', '"A=B" = "1"', "environment: 'A=B' is no name of a variable"),
         ('FAKE_RATE = "10000"', '"A\\nB" = "1"', r"environment: 'A\nB' is no name of a variable"),
+        (
+            *('FAKE_RATE = "10000"', 'CUDA_VISIBLE_DEVICES = "GPU-1"'),
+            "environment: CUDA_VISIBLE_DEVICES is set by the suite; a case names its GPUs by gpus, as in gpus = [0]",
+        ),
         ('FAKE_RATE = "10000"', '"" = "1"', "environment: '' is no name of a variable"),
         ('FAKE_RATE = "10000"', 'A = "\\u0000"', r"environment: '\x00' holds a control character"),
         ('FAKE_RATE = "10000"', 'PYTHONPATH = "/x"', "PYTHONPATH changes the code that is measured"),

@@ -52,6 +52,12 @@ def test_every_case_of_a_question_is_in_a_comparison(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", builtin_names())
+def test_what_a_gpu_host_is_measured_with_is_probed_first(name: str) -> None:
+    matrix = load_matrix(name)
+    assert ("correctness" in matrix.probes) != (matrix.smoke or matrix.learning)
+
+
+@pytest.mark.parametrize("name", builtin_names())
 def test_the_trainer_knows_every_setting_of_a_case(name: str) -> None:
     matrix = load_matrix(name)
     for case in matrix.cases:
