@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TextIO, cast
 
 from repro.arguments import build_parser
+from repro.busy import warn_busy
 from repro.commits import WORKING_TREE, Code, lay_out, require_repository
 from repro.docker_executor import DockerExecutor
 from repro.doctor import choose_matrix
@@ -81,7 +82,7 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
             images, host = open_images(stack, refs, host)
         if arguments.require_gpu and host.gpu_unusable is not None:
             raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
-        base = _choose(arguments.matrix, host)
+        base = _choose(arguments.matrix, host, topology, contained=bool(images))
         code = images or _lay_out(stack, refs)
         executors = {side: one.executor for side, one in code.items() if one.executor is not None}
         plan = _plan(arguments, base, code, host, topology, trainer)
@@ -90,6 +91,7 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
         for executor in executors.values():
             executor.check_gpus(plan)
         if arguments.dry_run:
+            warn_busy(plan, host)
             sys.stdout.write("".join(f"{line}\n" for line in [*plan_lines(plan), *plan.remarks]))
             return EXIT_OK
         words = [] if arguments.out is None else [f"--out={arguments.out}"]
@@ -187,9 +189,9 @@ def remarks(base: Matrix, matrix: Matrix, code: Mapping[str, Code]) -> list[str]
     return [*found, *([CEILINGS] if matrix.ceiling else [])]
 
 
-def _choose(asked: str, host: Host) -> Matrix:
+def _choose(asked: str, host: Host, topology: tuple[Cpu, ...], contained: bool) -> Matrix:
     """The matrix whose case is compared; which case, and why this matrix, is said on stderr."""
-    name, why = choose_matrix(host) if asked == "auto" else (asked, "asked for")
+    name, why = choose_matrix(host, topology, contained) if asked == "auto" else (asked, "asked for")
     matrix = load_matrix(name)
     if matrix.learning:
         raise UsageError(f"--matrix {asked} asks what policies learn and gives no verdict on speed; name another")

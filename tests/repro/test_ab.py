@@ -21,6 +21,7 @@ from repro import ab as ab_module
 from repro.cli import main
 from repro.errors import UsageError
 from repro.evidence import Evidence, differing_settings, mixed_cases, read_evidence
+from repro.gpus import GpuLoad
 from repro.layout import PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
@@ -203,6 +204,21 @@ def test_what_cannot_be_compared_is_one_line_with_its_code(
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("matrix ")]
     assert len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_busy_gpu_is_refused_before_any_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = GpuLoad(position=0, processes=2, utilization=80, used_bytes=2**30)
+    monkeypatch.setattr(ab_module, "find_host", lambda: make_host(cpus=8, gpu_count=1))
+    monkeypatch.setattr("repro.busy.gpu_loads", lambda: (busy,))
+    assert run_ab("HEAD~1", "HEAD", matrix="single") == 3
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("repro: nothing was started: GPU 0 is busy (2 processes, 80 %, 1.0 GiB); end what uses it")
+    assert captured.out == "" and not (tmp_path / "out").exists()
+    assert run_ab("HEAD~1", "HEAD", "--dry-run", matrix="single") == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("a run would be refused now: GPU 0 is busy")
 
 
 def test_only_a_checkout_can_be_compared(

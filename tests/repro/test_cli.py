@@ -248,9 +248,9 @@ def test_auto_takes_the_gpu_where_there_is_one_and_says_so(capsys: pytest.Captur
 
 
 def test_auto_falls_back_to_smoke_and_says_why() -> None:
-    assert choose_matrix(make_host()[0]) == ("smoke", "no usable GPU: the driver lists no GPU")
-    hidden = make_host(gpu_count=1, visible_gpus=())[0]
-    assert choose_matrix(hidden) == ("smoke", "no usable GPU: CUDA_VISIBLE_DEVICES hides every GPU")
+    assert choose_matrix(*make_host()) == ("smoke", "no usable GPU: the driver lists no GPU")
+    hidden = make_host(gpu_count=1, visible_gpus=())
+    assert choose_matrix(*hidden) == ("smoke", "no usable GPU: CUDA_VISIBLE_DEVICES hides every GPU")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -92,6 +92,17 @@ def test_what_a_host_of_two_gpus_cannot_hold_of_the_documents_is_skipped() -> No
     }
 
 
+def test_a_position_whose_entry_the_driver_does_not_list_skips_its_cases() -> None:
+    host, topology = make_host(16, 2, visible_gpus=("0", "9", "1"))
+    found = skipped(make_plan(load_matrix("dual"), host, topology, SOURCE))
+    assert found == {
+        "n2": "asks for GPU position 1: CUDA_VISIBLE_DEVICES has '9' there, the driver lists no such GPU",
+    }
+    apart = load_matrix("dual").cases[1].model_copy(update={"gpus": (0, 2)})
+    matrix = load_matrix("dual").model_copy(update={"cases": (apart,), "comparisons": ()})
+    assert skipped(make_plan(matrix, host, topology, SOURCE)) == {}
+
+
 def test_one_gpu_and_few_cpus_leave_one_case_of_the_documents() -> None:
     plan = plan_on("documents", "one")
     assert set(first_cells(plan)) - set(skipped(plan)) == {"n1"}
