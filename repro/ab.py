@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TextIO, cast
 
 from repro.arguments import build_parser
+from repro.busy import warn_busy
 from repro.commits import WORKING_TREE, Code, lay_out, require_repository
 from repro.docker_executor import DockerExecutor
 from repro.doctor import choose_matrix
@@ -81,7 +82,7 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
             images, host = open_images(stack, refs, host)
         if arguments.require_gpu and host.gpu_unusable is not None:
             raise HostUnfitError(f"--require-gpu: {host.gpu_unusable}; see repro doctor")
-        base = _choose(arguments.matrix, host)
+        base = _choose(arguments.matrix, host, topology, contained=bool(images))
         code = images or _lay_out(stack, refs)
         executors = {side: one.executor for side, one in code.items() if one.executor is not None}
         plan = _plan(arguments, base, code, host, topology, trainer)
@@ -90,6 +91,7 @@ def ab(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan)
         for executor in executors.values():
             executor.check_gpus(plan)
         if arguments.dry_run:
+            warn_busy(plan, host)
             sys.stdout.write("".join(f"{line}\n" for line in [*plan_lines(plan), *plan.remarks]))
             return EXIT_OK
         words = [] if arguments.out is None else [f"--out={arguments.out}"]
@@ -154,7 +156,7 @@ def ab_matrix(base: Matrix, code: Mapping[str, Code]) -> Matrix:
     """A matrix of one case in two versions, with a warm-up for each of both.
 
     Args:
-        base: Its settings are kept, and its case of most ranks, the first where several have as many.
+        base: Its settings are kept, and of this trainer's cases that of most ranks, the first of equals.
         code: Of sides a and b.
     """
     case = _widest(base)
@@ -187,18 +189,20 @@ def remarks(base: Matrix, matrix: Matrix, code: Mapping[str, Code]) -> list[str]
     return [*found, *([CEILINGS] if matrix.ceiling else [])]
 
 
-def _choose(asked: str, host: Host) -> Matrix:
+def _choose(asked: str, host: Host, topology: tuple[Cpu, ...], contained: bool) -> Matrix:
     """The matrix whose case is compared; which case, and why this matrix, is said on stderr."""
-    name, why = choose_matrix(host) if asked == "auto" else (asked, "asked for")
+    name, why = choose_matrix(host, topology, contained) if asked == "auto" else (asked, "asked for")
     matrix = load_matrix(name)
     if matrix.learning:
         raise UsageError(f"--matrix {asked} asks what policies learn and gives no verdict on speed; name another")
+    if all(case.foreign for case in matrix.cases):
+        raise UsageError(f"--matrix {asked} has cases of other trainers alone, in which no commit runs; name another")
     print(f"matrix {matrix.name}: {why}; case {_widest(matrix).name}", file=sys.stderr)
     return matrix
 
 
 def _widest(matrix: Matrix) -> Case:
-    return max(matrix.cases, key=lambda case: len(case.gpus))
+    return max((case for case in matrix.cases if not case.foreign), key=lambda case: len(case.gpus))
 
 
 def _case(case: Case, side: str, code: Code) -> Case:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from repro.matrix import ProbeName, builtin_names
 from unilab.names import EXIT_USAGE, TOTAL_FPS
@@ -18,6 +18,13 @@ class Parser(argparse.ArgumentParser):
         """Print the message and where help is, exit 2."""
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(EXIT_USAGE)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is unknown here: the parser of the whole command line cannot say whose it is."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def build_parser() -> Parser:
@@ -95,7 +102,12 @@ def _add_ab(parser: argparse.ArgumentParser) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     shipped = ", ".join(builtin_names())
-    parser.add_argument("cases", metavar="CASE", nargs="*", help="cases of a shipped matrix, instead of --matrix")
+    parser.add_argument(
+        "cases",
+        metavar="CASE",
+        nargs="*",
+        help="only these cases of --matrix, or of the one shipped matrix that has them",
+    )
     parser.add_argument("--matrix", metavar="NAME|FILE", help=f"{shipped}, a TOML file, or auto (widest that fits)")
     parser.add_argument("--repeats", metavar="R", type=int, help="measured runs of each case")
     parser.add_argument("--iterations", metavar="I", type=int, help="training iterations of a run")

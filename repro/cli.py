@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO, cast
 
 from repro.arguments import build_parser
+from repro.busy import require_idle, warn_busy
 from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
 from repro.launch import Runner, local_runner
-from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.output import require_new
 from repro.place import Cpu
 from repro.plan import LOCAL, TRAINER, Cell, Plan, make_plan
@@ -107,8 +108,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
     host, topology = find_host()
-    matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, ())
+    matrix = adjust(_select(arguments, host, topology), arguments.iterations, arguments.repeats, ())
     plan = make_plan(matrix, host, topology, find_source(), inherited=list(os.environ), trainer=trainer)
+    warn_busy(plan, host)
     if arguments.json:
         sys.stdout.write(canonical_json(plan))
         return EXIT_OK if plan.runnable else EXIT_HOST_UNFIT
@@ -143,6 +145,7 @@ def _run_on(
     if executor is not None:
         executor.check_gpus(plan)
     if arguments.dry_run:
+        warn_busy(plan, host)
         sys.stdout.write(_lines(plan_lines(plan)))
         return EXIT_OK
     from repro.live import LastingStream
@@ -166,7 +169,8 @@ def _plan_run(
     executor: DockerExecutor | None,
 ) -> Plan:
     overrides = (*arguments.override, *((TRACE_OVERRIDE,) if arguments.trace else ()))
-    matrix = adjust(_select(arguments, host), arguments.iterations, arguments.repeats, overrides)
+    selected = _select(arguments, host, topology, contained=executor is not None)
+    matrix = adjust(selected, arguments.iterations, arguments.repeats, overrides)
     return make_plan(
         matrix,
         host,
@@ -180,19 +184,18 @@ def _plan_run(
     )
 
 
-def _select(arguments: argparse.Namespace, host: Host) -> Matrix:
-    """The matrix that the command line names; `auto` says on stderr which it is and why."""
-    if arguments.cases and arguments.matrix is not None:
-        raise UsageError(f"name cases ({' '.join(arguments.cases)}) or --matrix {arguments.matrix}, not both")
-    if arguments.cases:
-        return matrix_of_cases(arguments.cases)
+def _select(arguments: argparse.Namespace, host: Host, topology: tuple[Cpu, ...], contained: bool = False) -> Matrix:
+    """The matrix that the command line names, or the cases of it; `auto` says on stderr which it is and why."""
     if arguments.matrix is None:
+        if arguments.cases:
+            return matrix_of_cases(arguments.cases)
         raise UsageError(f"name cases or a matrix: --matrix {', '.join([*builtin_names(), 'auto'])} or a TOML file")
-    if arguments.matrix != "auto":
-        return load_matrix(arguments.matrix)
-    name, why = choose_matrix(host)
-    print(f"matrix {name}: {why}", file=sys.stderr)
-    return load_matrix(name)
+    name = arguments.matrix
+    if name == "auto":
+        name, why = choose_matrix(host, topology, contained)
+        print(f"matrix {name}: {why}", file=sys.stderr)
+    matrix = load_matrix(name)
+    return select_cases(matrix, arguments.cases) if arguments.cases else matrix
 
 
 def _resume(
@@ -215,7 +218,9 @@ def _resume(
     from repro.result import compute_result
     from repro.session import exit_code
 
-    print(f"nothing to do: every run in {arguments.out} has its number")
+    skipped = [cell.id for cell in plan.cells if cell.skip_reason is not None]
+    without = f"; skipped, as this host cannot hold them: {', '.join(skipped)}" if skipped else ""
+    print(f"nothing to do: every run in {arguments.out} has its number{without}")
     return exit_code(compute_result(earlier), earlier)
 
 
@@ -237,8 +242,11 @@ def _run_plan(
     from repro.session import Session, create_out_dir, default_out_dir, exit_code, run_cells, start_session
 
     resumed, kept = finished is not None, finished or {}
+    ahead = [cell for cell in plan.runnable if cell.id not in kept]
+    if ahead:
+        require_idle(plan, host)
     out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
-    sys.stdout.write(_lines(_opening_lines(plan, out_dir, sum(cell.id not in kept for cell in plan.runnable))))
+    sys.stdout.write(_lines(_opening_lines(plan, out_dir, len(ahead))))
     sys.stdout.flush()
     journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
     session = Session(plan, journal, out_dir, trainer, os.environ, runner, roots)

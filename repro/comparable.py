@@ -16,14 +16,16 @@ from repro.evidence import EVENT_FILE_MARK, PLACED, Evidence
 from repro.foreign import ForeignKeys
 from repro.host import Host
 from repro.matrix import Matrix
+from repro.plan import Cell
 from repro.result import Result
-from repro.run_files import flatten, read_json
+from repro.run_files import find_count, flatten, read_json
 from repro.spin import NOISE_LIMIT
 from repro.verify import Verification, check_folder
-from unilab.names import CONFIG_FILE
+from unilab.names import CONFIG_FILE, MANIFEST_FILE
 
 MATRIX_SETTINGS = ("algo", "task", "sim", "iterations", "interval", "ceiling", "overrides")
 CASE_SETTINGS = ("gpus", "workers", "pools", "overrides", "environment", *ForeignKeys.model_fields)
+WORKERS = "number of workers per rank"
 ADVICE = "run the baseline's settings, or take a new baseline"
 
 
@@ -36,7 +38,7 @@ class Side:
         source: The code it measured, in short, and whether it had changes.
         matrix: Its matrix.
         result: Its numbers.
-        settings: Resolved settings of a measured run of each case by dotted key.
+        settings: Resolved settings of a measured run of each case by dotted key, and its number of workers.
         events: Hashes of its event files.
     """
 
@@ -172,9 +174,18 @@ def remarks(base: Side, current: Side) -> list[str]:
 def _settings(folder: Path, evidence: Evidence) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for item in evidence.cells:
-        if item.status == "measured" and not item.cell.foreign and item.cell.case not in found:
-            found[item.cell.case] = flatten(read_json(folder / item.cell.run / CONFIG_FILE))
+        cell = item.cell
+        if item.status == "measured" and cell.case not in found:
+            config = {} if cell.foreign else flatten(read_json(folder / cell.run / CONFIG_FILE))
+            found[cell.case] = _workers(folder, cell) | config
     return found
+
+
+def _workers(folder: Path, cell: Cell) -> dict[str, Any]:
+    """What `workers` came to: a policy, as `default`, is another number in a wider matrix and on other CPUs."""
+    manifest = read_json(folder / cell.run / MANIFEST_FILE)
+    count = len(cell.pools[0]) if cell.pools else find_count(manifest, "physics", "workers")
+    return {} if count is None else {WORKERS: count}
 
 
 def _differing(base: Side, current: Side) -> tuple[str, Any, Any] | None:

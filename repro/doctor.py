@@ -9,7 +9,7 @@ from repro.gpus import GpuLoad, gpu_loads
 from repro.host import Host, gpu_links
 from repro.matrix import Matrix, builtin_names, load_matrix
 from repro.place import Cpu
-from repro.plan import make_plan
+from repro.plan import make_plan, unfit_cases
 from repro.provenance import find_source, graph_hooks, trainer_package
 from repro.renderer import find_renderer
 from repro.schema import Strict
@@ -80,12 +80,20 @@ def diagnose(host: Host, topology: tuple[Cpu, ...], matrix: str | None) -> Diagn
     )
 
 
-def choose_matrix(host: Host) -> tuple[str, str]:
-    """Name of the widest shipped matrix this host can run, and why it is that one."""
-    if host.gpu_unusable is None:
-        count = len(host.visible_gpus)
-        return "dual" if count > 1 else "single", f"this host shows {text.count_of(count, 'GPU')}"
-    return "smoke", f"no usable GPU: {host.gpu_unusable}"
+def choose_matrix(host: Host, topology: tuple[Cpu, ...], contained: bool = False) -> tuple[str, str]:
+    """Name of the widest matrix for a host like this of which it can hold every case, and why it is that one.
+
+    Never `smoke` where there is a GPU: that would measure something else.
+    """
+    if host.gpu_unusable is not None:
+        return "smoke", f"no usable GPU: {host.gpu_unusable}"
+    count = sum(not host.is_unlisted(entry) for entry in host.visible_gpus)
+    why = f"this host shows {text.count_of(count, 'GPU')}"
+    if count == 1:
+        return "single", why
+    unfit = unfit_cases(load_matrix("dual"), host, topology, contained)
+    missing = next((f"{why}, but case {case} of dual {reason}" for case, reason in unfit.items()), None)
+    return ("dual", why) if missing is None else ("single", missing)
 
 
 def doctor_lines(found: Diagnosis) -> list[str]:
@@ -148,12 +156,7 @@ def _links(host: Host) -> str:
 
 
 def _loads(loads: tuple[GpuLoad, ...]) -> str:
-    busy = [
-        f"GPU {load.position} busy: {text.count_of(load.processes or 0, 'process', 'processes')}, "
-        f"{load.utilization or 0} %, {text.gib(load.used_bytes)}"
-        for load in loads
-        if load.busy
-    ]
+    busy = [f"GPU {load.position} busy: {load.shown}" for load in loads if load.busy]
     return f"{'; '.join(busy)} (what is measured beside them is not this trainer's speed)" if busy else "idle"
 
 
@@ -169,7 +172,9 @@ def _gpus(host: Host) -> str:
     names = ", ".join(f"{gpu.name} ({text.gib(gpu.memory_bytes)})" for gpu in host.gpus)
     if host.gpu_unusable is not None:
         return f"{names or 'none'}; unusable: {host.gpu_unusable}" if names else "none"
-    return f"{names}; visible: {text.count_of(len(host.visible_gpus), 'GPU')}"
+    unlisted = [ascii(entry) for entry in host.visible_gpus if host.is_unlisted(entry)]
+    missing = f"; not listed: {', '.join(unlisted)} of CUDA_VISIBLE_DEVICES" if unlisted else ""
+    return f"{names}; visible: {text.count_of(len(host.visible_gpus) - len(unlisted), 'GPU')}{missing}"
 
 
 def _memory(host: Host) -> str:

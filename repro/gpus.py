@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
+from repro import text
 from repro.schema import Strict
 
 PCI = Path("/sys/bus/pci/devices")
@@ -23,6 +25,8 @@ ANCESTORS = {
     pynvml.NVML_TOPOLOGY_SYSTEM: "PCIe across NUMA nodes",
 }
 IDLE_PERCENT = 5  # utilization up to which a GPU counts as idle
+IDLE_BYTES = 2 * 2**30  # memory in use up to which it does: the driver's own share is 0.6 GiB of an H200
+SETTLE_SECONDS = 2.0
 Answer = TypeVar("Answer")
 
 
@@ -66,8 +70,15 @@ class GpuLoad(Strict):
 
     @property
     def busy(self) -> bool:
-        """Whether somebody else computes on it."""
-        return bool(self.processes) or (self.utilization or 0) > IDLE_PERCENT
+        """Whether somebody else uses it; in a container the memory of their processes may be all that shows."""
+        return bool(self.processes) or (self.utilization or 0) > IDLE_PERCENT or self.used_bytes > IDLE_BYTES
+
+    @property
+    def shown(self) -> str:
+        """What is known, as in ``2 processes, 37 %, 1.0 GiB``."""
+        count = "" if self.processes is None else f"{text.count_of(self.processes, 'process', 'processes')}, "
+        percent = "" if self.utilization is None else f"{self.utilization} %, "
+        return f"{count}{percent}{text.gib(self.used_bytes)}"
 
 
 class GpuFacts(Strict):
@@ -94,8 +105,16 @@ def find_gpus() -> GpuFacts:
 
 
 def gpu_loads() -> tuple[GpuLoad, ...]:
-    """What every GPU that the driver lists does right now."""
+    """What every GPU that the driver lists does right now.
+
+    A process that has just ended, or the start of the driver itself, counts for a moment: so what seems busy is asked
+    again.
+    """
     with _handles() as handles:
+        loads = tuple(_load(position, handle) for position, handle in enumerate(handles or []))
+        if not any(load.busy for load in loads):
+            return loads
+        time.sleep(SETTLE_SECONDS)
         return tuple(_load(position, handle) for position, handle in enumerate(handles or []))
 
 

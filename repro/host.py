@@ -98,9 +98,15 @@ class Host(Strict):
             return "the driver lists no GPU"
         if not self.visible_gpus:
             return "CUDA_VISIBLE_DEVICES hides every GPU"
+        if all(map(self.is_unlisted, self.visible_gpus)):
+            return "CUDA_VISIBLE_DEVICES names no GPU that the driver lists"
         if (self.versions.get("torch") or "").endswith("+cpu"):
             return f"torch {self.versions['torch']} is built without CUDA"
         return None
+
+    def is_unlisted(self, entry: str) -> bool:
+        """Whether the driver lists no GPU that an entry names; of MIG's parts that is not known here."""
+        return not entry.startswith("MIG-") and listed_position(entry, self.gpus) is None
 
 
 def find_host(environment: Mapping[str, str] | None = None) -> tuple[Host, tuple[Cpu, ...]]:

@@ -113,6 +113,8 @@ class Case(ForeignKeys):
                 raise ValueError(f"{name!r} is no name of a variable; use letters, digits and _")
             if name in CODE_VARIABLES:
                 raise ValueError(f"{name} changes the code that is measured; install what a case needs instead")
+            if name == "CUDA_VISIBLE_DEVICES":
+                raise ValueError(f"{name} is set by the suite; a case names its GPUs by gpus, as in gpus = [0]")
             plain_line(value)
         return environment
 
@@ -403,20 +405,34 @@ def matrix_of_cases(names: list[str]) -> Matrix:
     for name, found in homes.items():
         if not found:
             raise UsageError(f"unknown case {name!r}{nearest(name, known)}")
-    if len(set(names)) != len(names):
-        raise UsageError(f"cases {' '.join(names)} repeat a name; use --repeats for more runs of a case")
     common = [matrix for matrix in matrices if all(matrix in found for found in homes.values())]
     if len(common) != 1:
         where = ", ".join(f"{name} in {'/'.join(m.name for m in found)}" for name, found in homes.items())
-        raise UsageError(f"the cases do not point to one matrix ({where}); use --matrix NAME")
+        advice = f"say which, as in --matrix {common[0].name} {' '.join(homes)}" if common else "name cases of one"
+        raise UsageError(f"the cases do not point to one matrix ({where}); {advice}")
     return select_cases(common[0], names)
 
 
 def select_cases(matrix: Matrix, names: list[str]) -> Matrix:
-    """Return the matrix with only the named cases, in the given order, placed as in it, and their comparisons."""
-    cases = tuple(next(case for case in matrix.cases if case.name == name) for name in names)
+    """Return the matrix with only the named cases, in the given order, placed as in it, and their comparisons.
+
+    Without a case of this trainer there is nothing to probe and no physics ceiling.
+
+    Raises:
+        UsageError: If the matrix has no case of a name, or a name is repeated.
+    """
+    known = {case.name: case for case in matrix.cases}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"matrix {matrix.name} has no case {name!r}{nearest(name, list(known))}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"cases {' '.join(names)} repeat a name; use --repeats for more runs of a case")
+    cases = tuple(known[name] for name in names)
     kept = tuple(c for c in matrix.comparisons if c.numerator in names and c.denominator in names)
-    selected = matrix.model_copy(update={"cases": cases, "comparisons": kept})
+    changes: dict[str, Any] = {"cases": cases, "comparisons": kept}
+    if all(case.foreign for case in cases):
+        changes |= {"probes": (), "ceiling": False}
+    selected = matrix.model_copy(update=changes)
     wider = matrix.widest > selected.widest
     return selected.model_copy(update={"width": matrix.widest}) if wider else selected
 

@@ -260,6 +260,12 @@ def make_plan(
     )
 
 
+def unfit_cases(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained: bool = False) -> dict[str, str]:
+    """Cases that this host cannot hold, in containers where `contained`, each with the reason."""
+    placements = _place_all(matrix, host, topology, contained)
+    return {case: placement for case, placement in placements.items() if isinstance(placement, str)}
+
+
 def check_plan(plan: Plan) -> None:
     """Plan the matrix again, with the CPUs and GPUs that the plan names, and compare every cell.
 
@@ -359,6 +365,8 @@ def _place_all(matrix: Matrix, host: Host, topology: tuple[Cpu, ...], contained:
     if matrix.smoke:
         offer = Offer(topology, host.cgroup_cpus, tuple(map(str, range(MOST_RANKS))))
     placements = {case.name: _place(case, offer, matrix.widest) for case in matrix.cases}
+    if not matrix.smoke:
+        placements = {case.name: _listed(case, placements[case.name], host) for case in matrix.cases}
     if not contained:
         return placements
     return {case.name: _contained(case, placements[case.name], topology) for case in matrix.cases}
@@ -371,6 +379,17 @@ def _place(case: Case, offer: Offer, widest: int) -> Placement | str:
         return place(case.workers, case.gpus, offer, widest, case.pools)
     except CannotHoldError as error:
         return str(error)
+
+
+def _listed(case: Case, placement: Placement | str, host: Host) -> Placement | str:
+    """A placement on GPUs that the driver lists, as far as that is known, or why there is none."""
+    entries = () if isinstance(placement, str) else placement.gpus
+    for position, entry in zip(case.gpus, entries, strict=False):
+        if host.is_unlisted(entry):
+            return (
+                f"asks for GPU position {position}: {VISIBLE_DEVICES} has {entry!a} there, the driver lists no such GPU"
+            )
+    return placement
 
 
 def _contained(case: Case, placement: Placement | str, topology: tuple[Cpu, ...]) -> Placement | str:

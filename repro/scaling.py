@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 
 from repro import text
 from repro.arguments import build_parser
+from repro.busy import require_idle
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host, gpu_label
 from repro.layout import RESULT_FILE
@@ -37,7 +38,7 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
 
     Raises:
         UsageError: For indices, iterations, overrides or an output file that cannot be used.
-        HostUnfitError: Where this host cannot hold every case.
+        HostUnfitError: Where this host cannot hold every case, or something else uses a GPU of one.
     """
     from repro.live import LastingStream
     from repro.session import REPORTS, create_out_dir
@@ -50,6 +51,7 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
     unfit = [f"{cell.case}: {cell.skip_reason}" for cell in plan.cells if cell.skip_reason is not None]
     if unfit:
         raise HostUnfitError(f"nothing was started: {unfit[0]}; see repro doctor")
+    require_idle(plan, host)  # before there is a folder
     label = gpu_label(host.gpus, len(devices))
     out_dir = create_out_dir(REPORTS / f"{plan.created[:10]}_{matrix.name}_{label}_{plan.source.short}")
     with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):

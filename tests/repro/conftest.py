@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fake_trainer
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _idle_gpus() -> Iterator[None]:
+    """Made-up GPUs are idle, whatever this machine's do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("repro.busy.gpu_loads", tuple)
+        yield
 
 
 @pytest.fixture

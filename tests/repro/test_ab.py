@@ -21,6 +21,7 @@ from repro import ab as ab_module
 from repro.cli import main
 from repro.errors import UsageError
 from repro.evidence import Evidence, differing_settings, mixed_cases, read_evidence
+from repro.gpus import GpuLoad
 from repro.layout import PLAN_FILE, RESULT_FILE
 from repro.matrix import load_matrix
 from repro.plan import make_plan
@@ -32,6 +33,7 @@ from repro.verify import verify
 
 MATRIX = matrix_text({"other": {}, "one": {}}, name="base", repeats=3, warmup=1)
 SLOW, FAST = 10_000, 15_000
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "foreign.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,8 @@ def use(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ab_module, "PROJECT", project)
     monkeypatch.chdir(project.parent)
     (project.parent / "base.toml").write_text(MATRIX)
+    theirs = 'command = ["theirs", "{run_dir}"]\nevent_tag = "fps"\nstep_axis = "env_steps"\n'
+    (project.parent / "theirs.toml").write_text(matrix_text({"theirs": {}}) + theirs)
     return project
 
 
@@ -173,6 +177,11 @@ def test_the_working_tree_is_compared_with_its_changes(
         (["HEAD", "HEAD"], 2, "HEAD and HEAD are the same code"),
         (["HEAD", "."], 2, "HEAD and . are the same code"),
         (["HEAD~1", "HEAD", "--matrix", "learning"], 2, "--matrix learning asks what policies learn and gives no"),
+        (
+            ["HEAD~1", "HEAD", "--matrix", "theirs.toml"],
+            2,
+            "--matrix theirs.toml has cases of other trainers alone, in",
+        ),
         (["HEAD~1", "HEAD", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["HEAD~1", "HEAD", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
         (["HEAD~1", "HEAD", "--iterations", "19"], 2, "case 'a' logs 19 events in 19 iterations, a rate needs 20; "),
@@ -195,6 +204,21 @@ def test_what_cannot_be_compared_is_one_line_with_its_code(
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("matrix ")]
     assert len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_busy_gpu_is_refused_before_any_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = GpuLoad(position=0, processes=2, utilization=80, used_bytes=2**30)
+    monkeypatch.setattr(ab_module, "find_host", lambda: make_host(cpus=8, gpu_count=1))
+    monkeypatch.setattr("repro.busy.gpu_loads", lambda: (busy,))
+    assert run_ab("HEAD~1", "HEAD", matrix="single") == 3
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("repro: nothing was started: GPU 0 is busy (2 processes, 80 %, 1.0 GiB); end what uses it")
+    assert captured.out == "" and not (tmp_path / "out").exists()
+    assert run_ab("HEAD~1", "HEAD", "--dry-run", matrix="single") == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("a run would be refused now: GPU 0 is busy")
 
 
 def test_only_a_checkout_can_be_compared(
@@ -358,6 +382,7 @@ def test_probes_run_with_the_code_of_the_change(
 def test_the_case_of_most_ranks_is_compared() -> None:
     assert ab_module._widest(load_matrix("dual")).name == "n2"
     assert ab_module._widest(load_matrix("smoke")).name == "workers1"  # the first of equals
+    assert ab_module._widest(load_matrix(str(EXAMPLE))).name == "here"  # its first runs no commit
 
 
 def test_the_folder_of_the_code_is_not_published() -> None:

@@ -79,9 +79,14 @@ def test_the_command_line_is_frozen() -> None:
     [
         ([], "repro: the following arguments are required: COMMAND"),
         (["dance"], "repro: argument COMMAND: invalid choice: 'dance'"),
-        (["run", "--matirx", "smoke"], "unrecognized arguments: --matirx"),
+        (["--matirx", "run", "n1"], "repro: unrecognized arguments: --matirx; see repro --help"),
+        (["run", "--matirx", "smoke"], "repro run: unrecognized arguments: --matirx; see repro run --help"),
+        (
+            ["bench", "tick", "--cycles=1"],
+            "repro bench tick: unrecognized arguments: --cycles=1; see repro bench tick ",
+        ),
         (["run", "--repeats", "many", "n1"], "repro run: argument --repeats: invalid int value: 'many'"),
-        (["verify", "a", "b"], "unrecognized arguments: b"),
+        (["verify", "a", "b"], "repro verify: unrecognized arguments: b; see repro verify --help"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(
@@ -103,7 +108,9 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(
             2,
             "name cases or a matrix: --matrix ablation, documents, dual, learning, learning_flashsac, ",
         ),
-        (["run", "n1", "--matrix", "smoke"], 2, "name cases (n1) or --matrix smoke, not both"),
+        (["run", "n1", "--matrix", "smoke"], 2, "matrix smoke has no case 'n1'; known: workers1, workers2"),
+        (["plan", "workers1", "workers1"], 2, "cases workers1 workers1 repeat a name; use --repeats"),
+        (["plan", "n1"], 2, "n1 in documents/dual/single); say which, as in --matrix documents n1"),
         (["plan", "--matrix", "smok"], 2, "unknown matrix 'smok'; did you mean 'smoke'?"),
         (["plan", "workers3"], 2, "unknown case 'workers3'; did you mean 'workers"),
         (["plan", "--matrix", "smoke", "--repeats", "0"], 2, "--repeats 0: must be at least 1"),
@@ -222,6 +229,17 @@ def test_a_plan_as_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(("words", "workers"), [(["--matrix", "dual", "n1"], 7), (["n1", "--matrix", "auto"], 15)])
+def test_cases_of_a_named_matrix_are_run_as_in_it(
+    words: list[str], workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, "--json"]) == 0
+    plan = parse_model(Plan, capsys.readouterr().out, "stdout")
+    assert {cell.case for cell in plan.cells} == {"n1"}
+    assert {len(pool) for cell in plan.cells for pool in cell.pools} == {workers}
+
+
+@pytest.mark.usefixtures("one_gpu")
 def test_auto_takes_the_gpu_where_there_is_one_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--matrix", "auto"]) == 0
     captured = capsys.readouterr()
@@ -230,9 +248,9 @@ def test_auto_takes_the_gpu_where_there_is_one_and_says_so(capsys: pytest.Captur
 
 
 def test_auto_falls_back_to_smoke_and_says_why() -> None:
-    assert choose_matrix(make_host()[0]) == ("smoke", "no usable GPU: the driver lists no GPU")
-    hidden = make_host(gpu_count=1, visible_gpus=())[0]
-    assert choose_matrix(hidden) == ("smoke", "no usable GPU: CUDA_VISIBLE_DEVICES hides every GPU")
+    assert choose_matrix(*make_host()) == ("smoke", "no usable GPU: the driver lists no GPU")
+    hidden = make_host(gpu_count=1, visible_gpus=())
+    assert choose_matrix(*hidden) == ("smoke", "no usable GPU: CUDA_VISIBLE_DEVICES hides every GPU")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -271,7 +289,7 @@ def test_the_doctor_fits_one_screen_and_names_the_trainer(capsys: pytest.Capture
 def test_the_doctor_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--matrix", "single", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    fits = {"matrix": "single", "fits": True, "estimated_seconds": 294.0, "cases": [{"case": "n1", "reason": None}]}
+    fits = {"matrix": "single", "fits": True, "estimated_seconds": 354.0, "cases": [{"case": "n1", "reason": None}]}
     assert found["matrices"] == [fits]
     assert found["host"]["gpus"][0]["name"] == "NVIDIA H200"
 

@@ -50,6 +50,12 @@ def test_a_busy_gpu_is_named(found: Diagnosis) -> None:
     assert shown.startswith("GPU 1 busy: 2 processes, 37 %, 1.0 GiB (")
 
 
+def test_an_entry_that_the_driver_does_not_list_is_named(found: Diagnosis) -> None:
+    host = found.host.model_copy(update={"visible_gpus": ("1", "9")})
+    shown = lines(found.model_copy(update={"host": host}))["GPUs"]
+    assert shown.endswith("; visible: 1 GPU; not listed: '9' of CUDA_VISIBLE_DEVICES")
+
+
 def test_one_matrix_has_a_line_for_each_case() -> None:
     host, topology = make_host(cpus=1)
     found = diagnose(host, topology, "smoke")

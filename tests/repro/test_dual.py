@@ -196,8 +196,30 @@ def test_a_run_whose_ranks_are_not_those_of_its_plan_is_refused(
     [(0, "smoke", "no usable GPU"), (1, "single", "this host shows 1 GPU"), (8, "dual", "this host shows 8 GPUs")],
 )
 def test_auto_picks_the_widest_matrix(gpus: int, name: str, why: str) -> None:
-    found, said = choose_matrix(make_host(cpus=32, gpu_count=gpus)[0])
+    found, said = choose_matrix(*make_host(cpus=32, gpu_count=gpus))
     assert found == name and said.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "entries", "contained", "chosen"),
+    [
+        (1, "0,1", False, "this host shows 2 GPUs, but case n2 of dual asks for 2 ranks, this host offers 1 CPU"),
+        (3, "0,1", True, "this host shows 2 GPUs, but case n2 of dual in a container 2 workers and 2 learners need 4"),
+        (8, "0,9", False, "this host shows 1 GPU"),
+        (
+            8,
+            "0,9,1",
+            False,
+            "this host shows 2 GPUs, but case n2 of dual asks for GPU position 1: CUDA_VISIBLE_DEVICES ",
+        ),
+    ],
+)
+def test_auto_picks_one_gpu_where_not_every_case_of_two_fits(
+    cpus: int, entries: str, contained: bool, chosen: str
+) -> None:
+    host, topology = make_host(cpus=cpus, gpu_count=2, visible_gpus=tuple(entries.split(",")))
+    name, why = choose_matrix(host, topology, contained)
+    assert name == "single" and why.startswith(chosen)
 
 
 STEPS = {"name": "steps", "metric": "steps_per_second", "ratio": 1.97, "ci_low": 1.95, "ci_high": 1.99, "n": 3}

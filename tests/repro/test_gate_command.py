@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -29,11 +30,13 @@ from repro.launch import Ended, Runner
 from repro.layout import CEILING_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.plan import Cell
+from repro.report import write_report
 from repro.schema import canonical_json
 from unilab.physics.spec import row_groups
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "ci.md"
 NUM_ENVS = 16  # of the fake trainer
+KNOWN = {"torch": "2.13.0", "matplotlib": installed_version()}  # which draws the figures again
 
 
 def write_ceiling(
@@ -69,10 +72,9 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three sessions through the command line, not smoke: a baseline, an equal one, one of a trainer 10 % slower."""
     text = matrix_text({"n1": {}}, repeats=3, extra="ceiling = true\n").replace("smoke = true", "smoke = false")
     text = text.replace("workers = 1\n", "workers = 1\ngpus = [0]\n")
-    known = {"torch": "2.13.0", "matplotlib": installed_version()}  # which draws the figures again
     found: dict[str, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("repro.cli.find_host", lambda: make_host(gpu_count=1, versions=known))
+        patch.setattr("repro.cli.find_host", lambda: make_host(gpu_count=1, versions=KNOWN))
         patch.setattr("repro.session.record_ceiling", write_ceiling)
         for name, rate in (("base", "10000"), ("equal", "10000"), ("slower", "9000")):
             patch.setenv("FAKE_RATE", rate)
@@ -186,6 +188,53 @@ def test_junit_counts_and_stays_well_formed() -> None:
         case[0].get("message")
         == "x < y\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m \N{REPLACEMENT CHARACTER}"
     )
+
+
+def run_workers(folder: Path, workers: str, monkeypatch: pytest.MonkeyPatch, first: int = 0, more: str = "") -> Path:
+    """A session of case n1 on two GPUs and the eight CPUs from `first` on, not smoke; `more` cases follow."""
+    case = f'name = "n1"\nreason = "One."\ngpus = [0]\nworkers = "{workers}"\n'
+    text = matrix_text({}).replace("smoke = true", "smoke = false") + f"[[cases]]\n{case}{more}"
+    host, topology = make_host(cpus=8, gpu_count=2, versions=KNOWN)
+    cpus = tuple(replace(cpu, cpu=first + cpu.cpu) for cpu in topology)
+    monkeypatch.setattr("repro.cli.find_host", lambda: (host, cpus))
+    code, out = run_session(folder, text, "--prefix", folder.name)
+    assert code == 0
+    return out
+
+
+def refusal(current: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["gate", str(current), "--baseline", str(base)]) == 2
+    return capsys.readouterr().err.removeprefix("repro: ").replace(f"{current}", "current").replace(f"{base}", "base")
+
+
+FEWER = (
+    "not comparable: number of workers per rank of n1 is 7 in the baseline base, 3 in current; "
+    "run the baseline's settings, or take a new baseline\n"
+)
+
+
+def test_a_policy_that_came_to_fewer_workers_is_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = run_workers(tmp_path / "alone", "default", monkeypatch)
+    moved = run_workers(tmp_path / "moved", "default", monkeypatch, first=8)
+    n2 = '[[cases]]\nname = "n2"\nreason = "Leaves n1 half of the CPUs."\ngpus = [0, 1]\n'
+    wide = run_workers(tmp_path / "wide", "default", monkeypatch, more=n2)
+    assert refusal(wide, alone, capsys) == FEWER
+    assert "not comparable" not in refusal(moved, alone, capsys)  # as many, on other CPUs
+
+
+def test_where_the_trainer_chose_its_workers_the_manifest_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = {count: run_workers(tmp_path / f"chose{count}", "auto", monkeypatch) for count in (7, 3)}
+    for count, out in sides.items():
+        (path,) = out.glob("runs/*/manifest.json")
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps(manifest | {"physics": manifest["physics"] | {"workers": count}}))
+        write_report(out)
+    assert refusal(sides[3], sides[7], capsys) == FEWER
 
 
 # ---- wrong input

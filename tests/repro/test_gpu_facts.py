@@ -8,7 +8,7 @@ import pynvml
 import pytest
 
 from repro import gpus
-from repro.gpus import Gpu, GpuFacts, GpuLink, GpuLoad, find_gpus, gpu_loads, numa_node
+from repro.gpus import Gpu, GpuFacts, GpuLink, GpuLoad, find_gpus, gpu_loads, listed_position, numa_node
 
 
 class Driver:
@@ -44,6 +44,7 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (tmp_path / f"0000:1{index}:00.0").mkdir()
         (tmp_path / f"0000:1{index}:00.0" / "numa_node").write_text(f"{index}\n")
     monkeypatch.setattr(gpus, "PCI", tmp_path)
+    monkeypatch.setattr(gpus, "SETTLE_SECONDS", 0)
 
     def install(
         nvlink: bool = False, ancestor: int = pynvml.NVML_TOPOLOGY_SYSTEM, silent: tuple[str, ...] = ()
@@ -87,16 +88,39 @@ def test_what_a_driver_does_not_know_is_none(drive: Any) -> None:
     assert (find_gpus(), gpu_loads()) == (GpuFacts(), ())
 
 
-def test_a_gpu_is_busy_by_its_processes_or_by_its_work(drive: Any) -> None:
+def test_a_gpu_is_busy_by_its_processes_its_work_or_its_memory(drive: Any) -> None:
     drive()
     assert gpu_loads()[1] == GpuLoad(position=1, processes=3, utilization=40, used_bytes=3 * 2**30)
     drive(silent=("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetUtilizationRates"))
     assert gpu_loads()[0] == GpuLoad(position=0, processes=None, utilization=None, used_bytes=3 * 2**30)
     busy = [
-        GpuLoad(position=0, processes=processes, utilization=utilization, used_bytes=0).busy
-        for processes, utilization in ((0, 0), (None, None), (0, 5), (1, 0), (None, 6))
+        GpuLoad(position=0, processes=processes, utilization=utilization, used_bytes=used * 2**30).busy
+        for processes, utilization, used in (
+            *((0, 0, 0), (None, None, 1), (0, 5, 2)),
+            *((1, 0, 0), (None, 6, 0), (0, 0, 3), (None, None, 3)),
+        )
     ]
-    assert busy == [False, False, False, True, True]
+    assert busy == [False, False, False, True, True, True, True]
+
+
+def test_what_seems_busy_is_asked_again(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: [])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda _: SimpleNamespace(total=2**40, used=2**29))
+    percents = iter([0, 90, 0, 1])  # of both GPUs, twice
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _: SimpleNamespace(gpu=next(percents)))
+    assert [load.utilization for load in gpu_loads()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "position"),
+    [
+        *(("0", 0), ("1", 1), ("01", 1), ("2", None), ("9" * 5000, None), ("\u00b2", None), ("1a", None), ("", None)),
+        *(("GPU-1", 1), ("GPU-", 0), ("gpu-1", 1), ("GPU-12", None), ("1-GPU", None), ("MIG-GPU-1/0/0", None)),
+    ],
+)
+def test_an_entry_is_a_position_or_an_id_or_its_beginning(entry: str, position: int | None) -> None:
+    assert listed_position(entry, [Gpu(name="A", uuid=f"GPU-{index}", memory_bytes=1) for index in (0, 1)]) == position
 
 
 def test_a_device_without_a_node_has_none(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_the_node_of_a_visible_gpu_is_known_where_its_entry_names_a_listed_one(
         ({}, None),
         ({"gpus": ()}, "the driver lists no GPU"),
         ({"visible_gpus": ()}, "CUDA_VISIBLE_DEVICES hides every GPU"),
+        ({"visible_gpus": ("9", "GPU-9", "x")}, "CUDA_VISIBLE_DEVICES names no GPU that the driver lists"),
+        ({"visible_gpus": ("9", "0")}, None),
+        ({"visible_gpus": ("MIG-9",)}, None),  # what is not known here is left to the run
         ({"versions": {"torch": "2.13.0+cpu"}}, "torch 2.13.0+cpu is built without CUDA"),
     ],
 )

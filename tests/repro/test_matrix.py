@@ -6,7 +6,8 @@ import pytest
 from session_builder import COMPARISON, TOY, matrix_text
 
 from repro.errors import UsageError
-from repro.matrix import adjust, builtin_names, load_matrix, matrix_of_cases, parse_matrix
+from repro.matrix import Matrix, adjust, builtin_names, load_matrix, matrix_of_cases, parse_matrix, select_cases
+from repro.schema import canonical_json, parse_model
 
 
 def test_the_shipped_matrices_load_and_say_what_they_are() -> None:
@@ -87,6 +88,10 @@ def test_a_matrix_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         ("workers = 1", 'overrides = ["a.b=1\\n"]', r"overrides: 'a.b=1\n' holds a control character"),
         ('FAKE_RATE = "10000"', '"A=B" = "1"', "environment: 'A=B' is no name of a variable"),
         ('FAKE_RATE = "10000"', '"A\\nB" = "1"', r"environment: 'A\nB' is no name of a variable"),
+        (
+            *('FAKE_RATE = "10000"', 'CUDA_VISIBLE_DEVICES = "GPU-1"'),
+            "environment: CUDA_VISIBLE_DEVICES is set by the suite; a case names its GPUs by gpus, as in gpus = [0]",
+        ),
         ('FAKE_RATE = "10000"', '"" = "1"', "environment: '' is no name of a variable"),
         ('FAKE_RATE = "10000"', 'A = "\\u0000"', r"environment: '\x00' holds a control character"),
         ('FAKE_RATE = "10000"', 'PYTHONPATH = "/x"', "PYTHONPATH changes the code that is measured"),
@@ -134,9 +139,9 @@ def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> No
     ("names", "message"),
     [
         (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
-        (["n1", "n1"], "repeat a name"),
-        (["n1", "workers1"], "the cases do not point to one matrix"),
-        (["n1"], r"the cases do not point to one matrix \(n1 in documents/dual/single\); use --matrix NAME"),
+        (["base", "base"], "cases base base repeat a name; use --repeats for more runs of a case"),
+        (["n1", "workers1"], r"one matrix \(n1 in documents/dual/single, workers1 in smoke\); name cases of one$"),
+        (["n1"], r"to one matrix \(n1 in documents/dual/single\); say which, as in --matrix documents n1$"),
     ],
 )
 def test_named_cases_that_cannot_be_run_together_are_refused(names: list[str], message: str) -> None:
@@ -193,3 +198,14 @@ def test_the_last_log_interval_counts_and_what_another_trainer_logs_is_not_known
 def test_comparison_names_are_unique() -> None:
     with pytest.raises(UsageError, match="comparison name 'speedup' is used 2 times"):
         parse_matrix(matrix_text({"slow": {}, "fast": {}}, extra=2 * COMPARISON), "toy.toml")
+
+
+def test_cases_of_another_trainer_alone_have_no_probe_and_no_ceiling() -> None:
+    """What is left of a matrix of both is a matrix that its plan can hold."""
+    extra = 'probes = ["correctness"]\nceiling = true\n'
+    theirs = 'command = ["theirs", "{run_dir}"]\nevent_tag = "fps"\nstep_axis = "env_steps"\n'
+    both = parse_matrix(matrix_text({"ours": {}, "theirs": {}}, extra=extra) + theirs, "both.toml")
+    alone = select_cases(both, ["theirs"])
+    assert parse_model(Matrix, canonical_json(alone), "plan.json") == alone
+    assert (alone.probes, alone.ceiling) == ((), False)
+    assert select_cases(both, ["theirs", "ours"]).probes == ("correctness",)

@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_probe
 import psutil
 import pytest
-from session_builder import TOY, TRAINER, finished_session, matrix_text, run_session
+from session_builder import TOY, TRAINER, finished_session, make_host, matrix_text, run_session
 
 from repro.cli import main
 from repro.evidence import read_evidence
@@ -308,3 +308,16 @@ def test_passed_probes_are_not_run_again_and_failed_ones_end_it(
     assert events(out).count("probe_started") == 1
     assert ("probe correctness failed; look for the fault" in capsys.readouterr().err) is (code == 2)
     checked(out)
+
+
+def test_a_session_whose_other_runs_this_host_cannot_hold_has_nothing_to_do_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("repro.cli.find_host", lambda: make_host(cpus=1))
+    text = matrix_text({"one": {}, "two": {}})
+    _, out = run_session(tmp_path, "workers = 2".join(text.rsplit("workers = 1", 1)))
+    capsys.readouterr()
+    assert resume(out, tmp_path / "matrix.toml") == 4
+    assert capsys.readouterr().out == (
+        f"nothing to do: every run in {out} has its number; skipped, as this host cannot hold them: two_r1\n"
+    )

@@ -221,8 +221,9 @@ def test_only_a_gated_regression_gives_exit_code_1(tmp_path: Path, gate: bool, c
 
 
 def test_a_run_that_did_other_work_than_planned_is_refused(tmp_path: Path) -> None:
-    text = matrix_text({"a": {"CUDA_VISIBLE_DEVICES": "0,1"}})  # the trainer takes two ranks, the plan says one
-    _, out = run_session(tmp_path, text)
+    (tmp_path / "m.toml").write_text(matrix_text({"a": {}}))
+    out, two = tmp_path / "out", ("env", "CUDA_VISIBLE_DEVICES=0,1", *TRAINER)  # two ranks, the plan says one
+    assert main(["run", "--matrix", str(tmp_path / "m.toml"), "--out", str(out)], trainer=two) == 4
     (cell,) = result_of(out).cells
     assert (cell.status, cell.steps_per_second) == ("refused", None)
     assert cell.reason == "not_as_planned: world size was planned as 1, the run says 2"

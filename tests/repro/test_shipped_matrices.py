@@ -6,7 +6,7 @@ import pytest
 from session_builder import SOURCE, make_host
 
 from repro.dry_run import plan_lines
-from repro.matrix import builtin_names, load_matrix, matrix_of_cases
+from repro.matrix import builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.plan import Cell, Executor, Plan, check_plan, make_plan
 from repro.schema import canonical_json, parse_model
 from unilab.config import load_config
@@ -52,6 +52,12 @@ def test_every_case_of_a_question_is_in_a_comparison(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", builtin_names())
+def test_what_a_gpu_host_is_measured_with_is_probed_first(name: str) -> None:
+    matrix = load_matrix(name)
+    assert ("correctness" in matrix.probes) != (matrix.smoke or matrix.learning)
+
+
+@pytest.mark.parametrize("name", builtin_names())
 def test_the_trainer_knows_every_setting_of_a_case(name: str) -> None:
     matrix = load_matrix(name)
     for case in matrix.cases:
@@ -84,6 +90,17 @@ def test_what_a_host_of_two_gpus_cannot_hold_of_the_documents_is_skipped() -> No
         "n1_total64": "asks for 64 workers, this host offers 32 CPUs",
         "n2_pool32": "asks for 2 ranks of 32 workers, this host offers 32 CPUs",
     }
+
+
+def test_a_position_whose_entry_the_driver_does_not_list_skips_its_cases() -> None:
+    host, topology = make_host(16, 2, visible_gpus=("0", "9", "1"))
+    found = skipped(make_plan(load_matrix("dual"), host, topology, SOURCE))
+    assert found == {
+        "n2": "asks for GPU position 1: CUDA_VISIBLE_DEVICES has '9' there, the driver lists no such GPU",
+    }
+    apart = load_matrix("dual").cases[1].model_copy(update={"gpus": (0, 2)})
+    matrix = load_matrix("dual").model_copy(update={"cases": (apart,), "comparisons": ()})
+    assert skipped(make_plan(matrix, host, topology, SOURCE)) == {}
 
 
 def test_one_gpu_and_few_cpus_leave_one_case_of_the_documents() -> None:
@@ -156,9 +173,12 @@ def test_named_cases_are_found_where_their_name_is_unique() -> None:
     assert matrix_of_cases(["n1_both"]).name == "pools"
 
 
-@pytest.mark.parametrize(("matrix", "case"), [("pools", "n1_pool"), ("strong", "strong1"), ("pools", "n1_both")])
+@pytest.mark.parametrize(
+    ("matrix", "case"),
+    [("pools", "n1_pool"), ("strong", "strong1"), ("pools", "n1_both"), ("dual", "n1"), ("documents", "n1_local32")],
+)
 def test_a_case_by_itself_gets_the_cpus_it_has_in_its_matrix(matrix: str, case: str) -> None:
-    alone = make_plan(matrix_of_cases([case]), *make_host(32, 2), SOURCE)
+    alone = make_plan(select_cases(load_matrix(matrix), [case]), *make_host(32, 2), SOURCE)
     whole = make_plan(load_matrix(matrix), *make_host(32, 2), SOURCE)
     cells = {cell.id: cell for cell in whole.cells if cell.case == case}
     shared = [cell for cell in alone.cells if cell.id in cells]
