@@ -25,7 +25,7 @@ ANCESTORS = {
     pynvml.NVML_TOPOLOGY_SYSTEM: "PCIe across NUMA nodes",
 }
 IDLE_PERCENT = 5  # utilization up to which a GPU counts as idle
-IDLE_BYTES = 2 * 2**30  # memory in use up to which it does: the driver's own share is 0.6 GiB of an H200
+IDLE_BYTES = 4 * 2**30  # memory in use up to which it does: a desktop on it needs some, a driver 0.6 GiB of an H200
 SETTLE_SECONDS = 2.0
 Answer = TypeVar("Answer")
 
