@@ -22,7 +22,7 @@ from repro.launch import Runner, local_runner
 from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.output import require_new
 from repro.place import Cpu
-from repro.plan import LOCAL, TRAINER, Cell, Plan, make_plan
+from repro.plan import LOCAL, TRAINER, Cell, Plan, asked_probes, make_plan
 from repro.provenance import find_source
 from repro.schema import canonical_json
 from repro.text import count_of, duration
@@ -266,8 +266,8 @@ def _opening_lines(plan: Plan, out_dir: Path, count: int) -> list[str]:
 
     seconds = plan.estimated_seconds * count / len(plan.runnable)
     lines = [f"{count_of(count, 'run')} into {out_dir}, about {duration(seconds)}"]
-    if plan.matrix.probes:
-        lines.append(f"probes before everything else: {', '.join(plan.matrix.probes)}")
+    if probes := asked_probes(plan.matrix, plan.cells):
+        lines.append(f"probes before everything else: {', '.join(probes)}")
     if plan.matrix.benchmarks:
         lines.append(f"micro-benchmarks first, at most {duration(LIMIT_SECONDS)}")
     if plan.cleared_environment:

@@ -32,7 +32,7 @@ from repro.layout import (
 )
 from repro.learning import Learning, learn
 from repro.manifest import file_sha256, list_files
-from repro.plan import Cell, Plan, case_of, check_plan
+from repro.plan import Cell, Plan, asked_probes, case_of, check_plan
 from repro.run_files import flatten, read_json
 from repro.schema import read_canonical
 from repro.session_probes import ProbeEvidence, log_file, read_probes, record_file, require_same_host
@@ -142,7 +142,7 @@ def read_evidence(out_dir: Path) -> Evidence:
 def unowned(out_dir: Path, plan: Plan) -> list[str]:
     """Entries of the session's folders that belong to no planned cell or probe, one line each."""
     owned = {name for cell in plan.cells for name in (cell.run, cell.log, cell.stacks, cell.telemetry)}
-    owned |= {name for probe in plan.matrix.probes for name in (record_file(probe), log_file(probe))}
+    owned |= {name for probe in asked_probes(plan.matrix, plan.cells) for name in (record_file(probe), log_file(probe))}
     folders = (RUNS_DIR, LOGS_DIR, TELEMETRY_DIR, PROBES_DIR)
     strange = {path.relative_to(out_dir).as_posix() for part in folders for path in out_dir.glob(f"{part}/*")} - owned
     kinds = {name: "probe" if name.startswith(f"{PROBES_DIR}/") else "cell" for name in sorted(strange)}

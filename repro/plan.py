@@ -19,7 +19,7 @@ from repro.errors import UsageError
 from repro.foreign import fill_command
 from repro.host import Host
 from repro.layout import LOGS_DIR, PLAN_FILE, RUNS_DIR, TELEMETRY_DIR
-from repro.matrix import MOST_RANKS, Case, Matrix, last_override
+from repro.matrix import MOST_RANKS, Case, Matrix, ProbeName, last_override
 from repro.place import CannotHoldError, Cpu, Offer, Placement, choose_cpuset, place
 from repro.provenance import Source
 from repro.redact import Redactor
@@ -295,6 +295,13 @@ def check_plan(plan: Plan) -> None:
             raise UsageError(f"{PLAN_FILE}: {differing} of cell {cell.id!r} is not what its own matrix gives")
 
 
+def asked_probes(matrix: Matrix, cells: Sequence[Cell]) -> tuple[ProbeName, ...]:
+    """Probes that are run: those about data between ranks only where a case that the host can hold has several."""
+    own = [cell.world_size for cell in cells if cell.skip_reason is None and not cell.foreign]
+    several = matrix.smoke or max(own, default=1) > 1  # smoke probes have ranks of their own
+    return tuple(name for name in matrix.probes if several or name == "correctness")
+
+
 def asked_transport(matrix: Matrix, cell: Cell) -> str | None:
     """The transport that a cell's ranks on GPUs are to use, or None where its settings leave that open."""
     if matrix.smoke or cell.foreign or cell.world_size == 1:
@@ -355,7 +362,7 @@ def _estimate(matrix: Matrix, cells: Sequence[Cell]) -> float:
     able = [cell for cell in cells if cell.skip_reason is None]
     each = matrix.startup_estimate_seconds + matrix.iterations * matrix.iteration_estimate_seconds
     ceilings = CEILING_ESTIMATE_SECONDS[matrix.smoke] * sum(not cell.warmup for cell in able) if matrix.ceiling else 0.0
-    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(matrix.probes)
+    probes = PROBE_ESTIMATE_SECONDS[matrix.smoke] * len(asked_probes(matrix, cells))
     return round(probes + each * len(able) + ceilings, 1)
 
 

@@ -15,7 +15,7 @@ from repro.journal import Entry, Journal, read_journal
 from repro.launch import Runner, cell_environment
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PROBES_DIR
 from repro.matrix import ProbeName
-from repro.plan import Cell, Plan, same_words
+from repro.plan import Cell, Plan, asked_probes, same_words
 from repro.probe import Asked, Findings, Probed, contradiction, run_probe
 from repro.redact import Redactor
 from repro.schema import Strict, canonical_json, parse_model, read_canonical
@@ -77,7 +77,7 @@ def planned_probes(plan: Plan) -> tuple[Asked, ...]:
     ranks = SMOKE_RANKS if smoke else max(own, default=1)
     return tuple(
         Asked(name, ranks, smoke, not smoke, plan.matrix.algo) if name == "correctness" else Asked(name, ranks, smoke)
-        for name in plan.matrix.probes
+        for name in asked_probes(plan.matrix, plan.cells)
     )
 
 
@@ -157,9 +157,9 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
     started = [entry.probe for entry in journal if entry.event == "probe_started"]
     last = {entry.probe: entry for entry in journal if entry.probe is not None}
     ended = {probe: entry for probe, entry in last.items() if entry.event == "probe_ended"}
-    strange = [name for name in started if name not in plan.matrix.probes]
+    strange = [name for name in started if name not in asked_probes(plan.matrix, plan.cells)]
     if strange:
-        raise UsageError(f"{JOURNAL_FILE} has probe {strange[0]!r}, though the matrix does not ask for it")
+        raise UsageError(f"{JOURNAL_FILE} has probe {strange[0]!r}, though the plan does not ask for it")
     found = tuple(
         _read(out_dir, asked, asked.probe in started, ended.get(asked.probe)) for asked in planned_probes(plan)
     )

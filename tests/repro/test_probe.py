@@ -372,7 +372,7 @@ def test_probes_get_the_ranks_of_the_widest_case_that_fits(monkeypatch: pytest.M
     flash = both.model_copy(update={"matrix": both.matrix.model_copy(update={"algo": "flashsac"})})
     assert [asked.algo for asked in planned_probes(flash)] == ["flashsac", "sac"]  # the latter looks at no learner
     narrow = plan.model_copy(update={"cells": (one, two.model_copy(update={"skip_reason": "too wide"}))})
-    assert [asked.world_size for asked in planned_probes(narrow)] == [1, 1]
+    assert planned_probes(narrow) == (Asked("correctness", 1, smoke=False, compile_loss=True),)  # the other needs two
 
 
 def test_plans_list_probes_with_their_time(
@@ -580,7 +580,7 @@ def swap_plan(out: Path) -> None:
         ("ok", changed(lambda r: r["findings"]["checks"][0].update(passed=False)), "its checks say otherwise"),
         ("ok", changed(lambda r: r["findings"]["checks"][0].update(detail="x")), "report.md: differs"),
         ("ok", changed(lambda r: r.update(findings=None, reason="x")), "its reason is not that of journal.jsonl"),
-        ("ok", swap_plan, "journal.jsonl has probe 'correctness', though the matrix does not ask for it"),
+        ("ok", swap_plan, "journal.jsonl has probe 'correctness', though the plan does not ask for it"),
         ("ok", drop("probe_"), f"{RECORD} is there, though journal.jsonl says that the probe was not started"),
         ("ok", drop("probe_started"), "probe 'correctness' ends before it starts"),
         ("ok", late, "journal.jsonl line 4: probe_started; probes come before everything else"),

@@ -7,8 +7,9 @@ from session_builder import SOURCE, make_host
 
 from repro.dry_run import plan_lines
 from repro.matrix import builtin_names, load_matrix, matrix_of_cases, select_cases
-from repro.plan import Cell, Executor, Plan, check_plan, make_plan
+from repro.plan import PROBE_ESTIMATE_SECONDS, Cell, Executor, Plan, check_plan, make_plan
 from repro.schema import canonical_json, parse_model
+from repro.session_probes import planned_probes
 from unilab.config import load_config
 
 HOSTS = {"none": (2, 0), "one": (16, 1), "two": (32, 2), "eight": (128, 8)}
@@ -55,6 +56,19 @@ def test_every_case_of_a_question_is_in_a_comparison(name: str) -> None:
 def test_what_a_gpu_host_is_measured_with_is_probed_first(name: str) -> None:
     matrix = load_matrix(name)
     assert ("correctness" in matrix.probes) != (matrix.smoke or matrix.learning)
+
+
+@pytest.mark.parametrize(("name", "cases"), [("dual", []), ("ablation", []), ("documents", ["n1"]), ("single", [])])
+def test_what_one_rank_cannot_be_probed_for_is_left_out(name: str, cases: list[str]) -> None:
+    """A probe between ranks would fail by itself, and a failed probe ends a session without a run."""
+    matrix = select_cases(load_matrix(name), cases) if cases else load_matrix(name)
+    plan = make_plan(matrix, *make_host(*HOSTS["one"]), SOURCE)
+    assert [(asked.probe, asked.world_size) for asked in planned_probes(plan)] == [("correctness", 1)]
+    probing = (
+        plan.estimated_seconds
+        - make_plan(matrix.model_copy(update={"probes": ()}), *make_host(*HOSTS["one"]), SOURCE).estimated_seconds
+    )
+    assert plan.runnable and probing == PROBE_ESTIMATE_SECONDS[False]
 
 
 @pytest.mark.parametrize("name", builtin_names())
