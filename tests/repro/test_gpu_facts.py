@@ -96,8 +96,8 @@ def test_a_gpu_is_busy_by_its_processes_its_work_or_its_memory(drive: Any) -> No
     busy = [
         GpuLoad(position=0, processes=processes, utilization=utilization, used_bytes=used * 2**30).busy
         for processes, utilization, used in (
-            *((0, 0, 0), (None, None, 1), (0, 5, 2)),
-            *((1, 0, 0), (None, 6, 0), (0, 0, 3), (None, None, 3)),
+            *((0, 0, 0), (None, None, 1), (0, 5, 4)),
+            *((1, 0, 0), (None, 6, 0), (0, 0, 5), (None, None, 5)),
         )
     ]
     assert busy == [False, False, False, True, True, True, True]
