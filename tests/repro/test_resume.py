@@ -25,6 +25,7 @@ from repro.journal import read_journal
 from repro.layout import HOST_FILE, JOURNAL_FILE, MANIFEST_FILE, PLAN_FILE, REPORT_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.plan import Plan
+from repro.redact import PROJECT
 from repro.report import Report, write_report
 from repro.resume import claim
 from repro.schema import canonical_json, read_model
@@ -117,7 +118,7 @@ def failing_once(folder: Path) -> tuple[Path, Path]:
     trainer, matrix, out = folder / "trainer.py", folder / "matrix.toml", folder / "out"
     broken = folder / "broken"
     broken.touch()
-    matrix.write_text(matrix_text({"good": {}, "bad": {"BROKEN": str(broken)}}))
+    matrix.write_text(matrix_text({"good": {"NOTE": str(PROJECT)}, "bad": {"BROKEN": str(broken)}}))
     trainer.write_text(
         "import os, subprocess, sys\n"
         "if os.path.exists(os.environ.get('BROKEN', '')): sys.exit('out of luck')\n"
