@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,12 +95,16 @@ def attempt_problems(out_dir: Path, journal: Sequence[Entry]) -> list[str]:
 
 
 def attempt_notes(journal: Sequence[Entry]) -> list[str]:
-    """What a reader must know of a resumed session; nothing of one that ran through."""
+    """What a reader must know of a resumed session, or of a clock that was set; nothing of one that ran through."""
+    times = [datetime.fromisoformat(entry.time) for entry in journal]
+    was_set = any(after < before for before, after in pairwise(times))
+    notes = ["The clock of the host was set back: times of the journal are not in order."] if was_set else []
     resumed = sum(entry.event == "session_resumed" for entry in journal)
     if not resumed:
-        return []
+        return notes
     again = [attempt for of_cell in attempts(journal).values() for attempt in of_cell[:-1]]
     return [
+        *notes,
         f"The session was resumed {count_of(resumed, 'time')}: runs before and after lie further apart than planned.",
         *(f"{attempt.cell} was run again: attempt {attempt.number} {_end(attempt.ended)}." for attempt in again),
         *([f"What these attempts left is in `{SUPERSEDED_DIR}/`; no number comes from it."] if again else []),
@@ -109,13 +113,15 @@ def attempt_notes(journal: Sequence[Entry]) -> list[str]:
 
 def session_seconds(journal: Sequence[Entry]) -> float:
     """Time that the parts of a session took, the pauses between them left out."""
-    times = [datetime.fromisoformat(entry.time) for entry in journal]
-    steps = [
-        after - before
-        for (before, after), entry in zip(pairwise(times), journal[1:], strict=True)
-        if entry.event != "session_resumed"
-    ]
-    return sum(steps, timedelta()).total_seconds()
+    return sum(_step(before, after) for before, after in pairwise(journal) if after.event != "session_resumed")
+
+
+def _step(before: Entry, after: Entry) -> float:
+    """Seconds from one line to the next; of an older journal by the wall clock, unless that was set back meanwhile."""
+    if before.elapsed is not None and after.elapsed is not None:
+        return after.elapsed - before.elapsed
+    seconds = (datetime.fromisoformat(after.time) - datetime.fromisoformat(before.time)).total_seconds()
+    return seconds if seconds >= 0 else after.seconds or 0.0
 
 
 def _end(ended: Entry | None) -> str:

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from repro.arguments import build_parser
 from repro.busy import require_idle, warn_busy
@@ -18,7 +19,7 @@ from repro.doctor import choose_matrix, diagnose, doctor_lines
 from repro.dry_run import plan_lines
 from repro.errors import HostUnfitError, UsageError
 from repro.host import Host, find_host
-from repro.launch import Runner, local_runner
+from repro.launch import INTERRUPTS, Runner, local_runner, signals_interrupt
 from repro.matrix import TRACE_OVERRIDE, Matrix, adjust, builtin_names, load_matrix, matrix_of_cases, select_cases
 from repro.output import require_new
 from repro.place import Cpu
@@ -53,15 +54,24 @@ def main(argv: Sequence[str] | None = None, *, trainer: Sequence[str] = TRAINER)
     """
     arguments = build_parser().parse_args(argv)
     try:
-        return _dispatch(arguments, trainer)
+        with signals_interrupt():
+            return _dispatch(arguments, trainer)
     except UsageError as error:
         return _refuse(str(error), EXIT_USAGE)
     except HostUnfitError as error:
         return _refuse(str(error), EXIT_HOST_UNFIT)
     except OSError as error:
         return _refuse(str(error), EXIT_FAILED)
-    except KeyboardInterrupt:
-        return _refuse("interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _refuse("; ".join(filter(None, ("interrupted", str(interrupt)))), EXIT_INTERRUPTED)
+
+
+def program() -> NoReturn:
+    """The command as it is installed: also an interrupt while the interpreter starts or ends is exit code 130."""
+    for number in INTERRUPTS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))
+    sys.exit(main())
 
 
 def _dispatch(arguments: argparse.Namespace, trainer: Sequence[str]) -> int:
@@ -232,30 +242,34 @@ def _run_plan(
     runner: Callable[[Cell], Runner] = local_runner,
     finished: Mapping[str, CellEvidence] | None = None,
     roots: Mapping[str, Path] = MappingProxyType({}),
+    out_dir: Path | None = None,
 ) -> int:
-    """Run a session to its report; `finished` is given where one is resumed: the cells that it has already."""
+    """Run a session to its report.
+
+    `finished` is given where one is resumed: the cells that it has already; `out_dir` where its folder was made before.
+    """
     from rich.console import Console
 
     from repro.live import SessionView
     from repro.report import write_report
-    from repro.resume import claim, reopen_session
+    from repro.resume import claim, marked, reopen_session
     from repro.session import Session, create_out_dir, default_out_dir, exit_code, run_cells, start_session
 
     resumed, kept = finished is not None, finished or {}
     ahead = [cell for cell in plan.runnable if cell.id not in kept]
     if ahead:
         require_idle(plan, host)
-    out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
+    if out_dir is None:
+        out_dir = arguments.out if resumed else create_out_dir(arguments.out or default_out_dir(plan, host))
     sys.stdout.write(_lines(_opening_lines(plan, out_dir, len(ahead))))
     sys.stdout.flush()
     journal = reopen_session(out_dir) if resumed else start_session(plan, host, out_dir)
-    session = Session(plan, journal, out_dir, trainer, os.environ, runner, roots)
+    session = Session(plan, journal, out_dir, trainer, marked(os.environ, out_dir), runner, roots)
     view = SessionView(plan, Console())
     with _naming(out_dir), contextlib.nullcontext() if resumed else claim(out_dir):
         interrupted = run_cells(session, view, fail_fast=arguments.fail_fast, finished=kept)
-    with _naming(out_dir):
         report = write_report(out_dir)
-    _say_what_came_out(plan, report, out_dir)
+        _say_what_came_out(plan, report, out_dir)
     code = exit_code(report.result, report.evidence)
     return EXIT_INTERRUPTED if interrupted else code
 
@@ -291,14 +305,17 @@ def _say_what_came_out(plan: Plan, report: Report, out_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(out_dir: Path) -> Iterator[None]:
-    """Say of an error of the system, as a full disk, where what was reached is and how to go on."""
+    """Say of an interrupt, or an error of the system, as a full disk, where what was reached is and how to go on."""
+    reached = (
+        f"what was reached is in {out_dir}: repro report {out_dir} writes its page, "
+        f"the same command with --resume --out {out_dir} goes on"
+    )
     try:
         yield
     except OSError as error:
-        raise OSError(
-            f"{error}; what was reached is in {out_dir}: repro report {out_dir} writes its page, "
-            f"the same command with --resume --out {out_dir} goes on"
-        ) from error
+        raise OSError(f"{error}; {reached}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(reached) from None
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
@@ -323,16 +340,24 @@ def _analyze(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from repro.layout import MANIFEST_FILE, REPORT_FILE
-    from repro.report import changed_inputs, compare_report, derive_report, write_report
+    from repro.resume import claim
     from repro.verify import check_folder
 
     out_dir: Path = check_folder(arguments.out_dir)
-    changed = changed_inputs(out_dir) if (out_dir / MANIFEST_FILE).exists() else []
+    with contextlib.nullcontext() if arguments.check else claim(out_dir):
+        return _render(out_dir, arguments.check)
+
+
+def _render(out_dir: Path, check: bool) -> int:
+    """Write a report again, or only compare it."""
+    from repro.layout import MANIFEST_FILE, REPORT_FILE
+    from repro.report import changed_inputs, compare_report, derive_report, write_report
+
+    changed = changed_inputs(out_dir)
     if changed:
         sys.stdout.write(_lines(changed))
         return _refuse(f"{out_dir}: raw files do not fit {MANIFEST_FILE}; nothing was rendered", EXIT_FAILED)
-    if not arguments.check:
+    if not check:
         write_report(out_dir)
         print(out_dir / REPORT_FILE)
         return EXIT_OK
@@ -378,4 +403,4 @@ def _refuse(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

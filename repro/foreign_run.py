@@ -1,8 +1,7 @@
-"""A run of another trainer: started in an environment of its own, made fit to publish, measured by its events alone."""
+"""A run of another trainer: started in an environment of its own, measured by its events alone."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,6 @@ from repro.events import EventLog, Reason, Refusal, find_event_file, read_events
 from repro.foreign import ForeignKeys, fill_command
 from repro.matrix import CODE_VARIABLES
 from repro.plan import CLEARED, Cell, Plan, case_of
-from repro.redact import Redactor
 from repro.throughput import Throughput, measure_events
 
 NO_CEILING = "another trainer records no physics states"
@@ -21,8 +19,6 @@ NOT_KNOWN = (
     "that ran are missing"
 )
 EVENT_FILES = "*tfevents*"
-UNLISTED = re.compile("[\\\\\x00-\x1f\x7f\ud800-\udfff]")  # in a name: no page or hash list can hold it
-MOST_TEXT = 64 * 2**20  # bytes of a file that is looked at
 # Run as a program of its own, which becomes the trainer.
 _CONFINED = """
 import os, sys
@@ -57,28 +53,6 @@ def foreign_environment(inherited: Mapping[str, str], cell: Cell) -> dict[str, s
     """The inherited environment without what steers this trainer or its imports, then what the cell sets."""
     left_out = {*CLEARED, *CODE_VARIABLES}
     return {name: value for name, value in inherited.items() if name not in left_out} | cell.environment
-
-
-def clean_folder(run_dir: Path, redactor: Redactor) -> list[str]:
-    """Make a run directory fit to publish; return the names that changed, relative to it.
-
-    Links are removed, names of files are redacted as TensorBoard's carry the host's, and so is every text file. Other
-    files, as events and checkpoints, stay as they are. Letters of a name that no hash list can hold become ``_``.
-    """
-    changed = []
-    for path in sorted(run_dir.rglob("*"), reverse=True):  # what is in a folder before the folder
-        name = path.relative_to(run_dir).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            path.unlink()
-            changed.append(redactor.text(name))
-            continue
-        rewritten = path.is_file() and _is_text(path) and redactor.file(path)
-        kept = path.with_name(UNLISTED.sub("_", redactor.text(path.name).replace("<", "").replace(">", "")))
-        if kept != path:
-            path.rename(kept)
-        if kept != path or rewritten:
-            changed.append(redactor.text(kept.relative_to(run_dir).as_posix()))
-    return sorted(changed)
 
 
 def measure_foreign(run_dir: Path, case: ForeignKeys) -> Throughput:
@@ -117,13 +91,3 @@ def _absolute(word: str, folder: Path) -> str:
     # A program keeps the name it is called by: the interpreter of a virtual environment is a link.
     is_path = "/" in word or word.endswith(".py")
     return str(folder.absolute() / word) if is_path and (folder / word).is_file() else word
-
-
-def _is_text(path: Path) -> bool:
-    if path.stat().st_size > MOST_TEXT:
-        return False
-    content = path.read_bytes()
-    try:
-        return b"\0" not in content and bool(content.decode("utf-8"))
-    except UnicodeDecodeError:
-        return False

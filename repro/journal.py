@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ Event = Literal[
     "session_ended",
 ]
 Outcome = Literal["exited", "timeout", "interrupted"]
+ENDS = ("session_ended", "session_interrupted")
 
 
 class Entry(Strict):
@@ -36,6 +38,7 @@ class Entry(Strict):
         event: `session_started`, `probe_started`, `probe_ended`, `benchmarks_started`, `benchmarks_ended`,
             `cell_started`, `cell_ended`, `session_interrupted`, `session_resumed` or `session_ended`.
         time: Time with its zone, ISO 8601; the suite writes UTC.
+        elapsed: Seconds since this part of the session began, by a clock that nobody sets; an older version wrote none.
         cell: Id of the cell, for its two events.
         probe: Name of the probe, for its two events.
         outcome: How the cell or probe ended.
@@ -50,6 +53,7 @@ class Entry(Strict):
 
     event: Event
     time: str
+    elapsed: Annotated[float, Field(ge=0)] | None = None
     cell: str | None = None
     probe: str | None = None
     outcome: Outcome | None = None
@@ -69,10 +73,10 @@ class Entry(Strict):
 
 
 class Journal:
-    """Writes entries; each is flushed to the disk before the call returns."""
+    """Writes the entries of one part of a session; each is flushed to the disk before the call returns."""
 
     def __init__(self, out_dir: Path) -> None:
-        self._path = out_dir / JOURNAL_FILE
+        self._path, self._began = out_dir / JOURNAL_FILE, time.monotonic()
 
     def write(
         self,
@@ -92,6 +96,7 @@ class Journal:
         entry = Entry(
             event=event,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            elapsed=round(time.monotonic() - self._began, 3),
             cell=cell,
             probe=probe,
             outcome=outcome,
@@ -113,15 +118,24 @@ class Journal:
 def read_journal(out_dir: Path) -> tuple[Entry, ...]:
     """Read all entries.
 
-    A last line without its newline was cut by a crash and is left out; anything else must be an entry.
-
     Raises:
-        UsageError: If the file is missing, a line is no entry or has a key twice, or the order cannot have happened.
+        UsageError: If the file is missing, or as `parse_journal`.
     """
     path = out_dir / JOURNAL_FILE
     if not path.is_file():
         raise UsageError(f"{JOURNAL_FILE} is missing in {out_dir}")
-    lines = path.read_bytes().split(b"\n")[:-1]
+    return parse_journal(path.read_bytes())
+
+
+def parse_journal(content: bytes) -> tuple[Entry, ...]:
+    """Read all entries of a journal, or of its beginning.
+
+    A last line without its newline was cut by a crash and is left out; anything else must be an entry.
+
+    Raises:
+        UsageError: If a line is no entry or has a key twice, or the order cannot have happened.
+    """
+    lines = content.split(b"\n")[:-1]
     entries = tuple(_entry(line, f"{JOURNAL_FILE} line {i}") for i, line in enumerate(lines, start=1))
     _check_order(entries)
     return entries
@@ -160,7 +174,7 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
         if entry.event == "session_resumed":
             seen.clear()
         followed = number != last and entries[number].event != "session_resumed"
-        if entry.event in ("session_ended", "session_interrupted") and followed:
+        if entry.event in ENDS and followed:
             raise UsageError(f"{source}: {entry.event} is not the last line")
         if (entry.event, entry.cell or entry.probe) in seen:
             kind = f"probe {entry.probe!r}" if entry.probe else f"cell {entry.cell!r}"
@@ -173,4 +187,6 @@ def _check_order(entries: tuple[Entry, ...]) -> None:
             raise UsageError(f"{source}: micro-benchmarks end before they start")
         if entry.event == "cell_ended" and ("cell_started", entry.cell) not in seen:
             raise UsageError(f"{source}: cell {entry.cell!r} ends before it starts")
+        if entry.event != "session_resumed" and (entry.elapsed or 0.0) < (entries[max(0, number - 2)].elapsed or 0.0):
+            raise UsageError(f"{source}: elapsed {entry.elapsed} is before that of the line above")
         seen.add((entry.event, entry.cell or entry.probe))

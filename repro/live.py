@@ -99,7 +99,8 @@ class SessionView:
 
     def kept(self, evidence: CellEvidence) -> None:
         """A cell of an earlier part of the session is not run again."""
-        self._current = self._plan.cells.index(evidence.cell)
+        ids = [cell.id for cell in self._plan.cells]  # its words may differ: they were redacted
+        self._current = ids.index(evidence.cell.id)
         row = self._rows[self._current]
         row.state = f"{evidence.status.replace('_', ' ')} before"
         row.rate = evidence.throughput.steps_per_second if evidence.throughput else None

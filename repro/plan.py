@@ -13,7 +13,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from repro.errors import UsageError
 from repro.foreign import fill_command
@@ -32,6 +32,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 CLEARED = ("NCCL_PROTO", "NCCL_ALGO", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_GRAPH_STREAM_ORDERING", VISIBLE_DEVICES)
 NAME = r"^[a-z0-9][a-z0-9_]*$"  # of a cell, whose folder and log are called so, and of the start of its name
 PINNING = ("env.cpu_ids=", "training.dp_collector_cpu_ids=")  # of one rank, of several
+CREATED = "%Y-%m-%dT%H:%M:%SZ"  # form of the time of planning
 CEILING_SNAPSHOTS = 8  # states of a run that its ceiling is measured on
 PROBE_ESTIMATE_SECONDS = {True: 15.0, False: 60.0}  # of one probe by smoke, for the plan's estimate only
 CEILING_ESTIMATE_SECONDS = {True: 3.0, False: 10.0}  # of one measurement by smoke, for the plan's estimate only
@@ -163,6 +164,13 @@ class Plan(Strict):
     images: dict[str, Executor] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
+    @field_validator("created")
+    @classmethod
+    def _is_time(cls, created: str) -> str:
+        if datetime.strptime(created, CREATED).strftime(CREATED) != created:
+            raise ValueError(f"{created!r} is not of the form {CREATED}")
+        return created
+
     @model_validator(mode="after")
     def _cpusets(self) -> Self:
         for cell in self.cells:
@@ -245,7 +253,7 @@ def make_plan(
     _check_transports(matrix, cells, inherited)
     return Plan(
         schema_version=1,
-        created=(now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=(now or datetime.now(UTC)).strftime(CREATED),
         matrix=matrix,
         source=source,
         trainer=_published(trainer),

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from repro.attempts import attempts, last_ends
+from repro.clean import clean_cell
 from repro.evaluation import put_models_beside
 from repro.evidence import Evidence, read_evidence
 from repro.figures import draw_figures, installed_version, matplotlib_version
-from repro.layout import FIGURES_DIR, HOST_FILE, PLAN_FILE, REPORT_FILE, RESULT_FILE, is_derived
+from repro.journal import ENDS, parse_journal, read_journal
+from repro.layout import (
+    FIGURES_DIR,
+    HOST_FILE,
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    PLAN_FILE,
+    REPORT_FILE,
+    RESULT_FILE,
+    is_derived,
+)
 from repro.manifest import check_manifest, list_files, write_manifest
 from repro.plan import Plan
 from repro.redact import remove_unfinished
@@ -55,11 +68,17 @@ def derive_report(out_dir: Path, figures: bool = True) -> Report:
 def write_report(out_dir: Path) -> Report:
     """Write the derived files of a folder and its hash list.
 
-    Figures that are no longer drawn are removed, weights that are still there are moved beside it.
+    Figures that are no longer drawn are removed, weights that are still there are moved beside it, and what a run left
+    that was cut off with its session is made fit to publish.
     """
     remove_unfinished(out_dir)
-    for cell in read_canonical(Plan, out_dir / PLAN_FILE).cells:
+    plan, every = read_canonical(Plan, out_dir / PLAN_FILE), attempts(read_journal(out_dir))
+    for cell in plan.cells:
         put_models_beside(out_dir, cell)
+    cut_off = [cell for cell in plan.cells if cell.id in every and every[cell.id][-1].ended is None]
+    if cut_off and check_manifest(out_dir)[1]:  # as it was published, a report stays: names are other ones elsewhere
+        for cell in cut_off:
+            clean_cell(out_dir, cell)
     report = derive_report(out_dir)
     for path in out_dir.glob(f"{FIGURES_DIR}/*.svg"):
         if path.relative_to(out_dir).as_posix() not in report.files:
@@ -108,8 +127,42 @@ def compare_report(out_dir: Path, report: Report) -> tuple[list[str], list[str]]
 
 
 def changed_inputs(out_dir: Path) -> list[str]:
-    """Raw files that do not fit an existing hash list; derived files may change, so they are not looked at."""
-    return [line for line in check_manifest(out_dir)[1] if not is_derived(line.partition(": ")[0])]
+    """Raw files that do not fit the hash list, one line each; none where there is no list.
+
+    Derived files may change, so they are not looked at. A list of a session without an end holds for the plan, the host
+    and the cells that had ended when it was written: a run, or the session itself, may have gone on since.
+    """
+    if not (out_dir / MANIFEST_FILE).exists():
+        return []
+    listed, problems = check_manifest(out_dir)
+    ended = _ended_when_listed(out_dir, listed.get(JOURNAL_FILE))
+    names = [line.partition(": ")[0] for line in problems]
+    return [
+        line
+        for name, line in zip(names, problems, strict=True)
+        if not is_derived(name) and (ended is None or _owner(name) in {PLAN_FILE, HOST_FILE, MANIFEST_FILE, *ended})
+    ]
+
+
+def _ended_when_listed(out_dir: Path, listed: str | None) -> set[str] | None:
+    """Cells that had ended when the hash list was written without the session's end; None where the list holds whole.
+
+    The journal is only appended to, so it begins with what was listed.
+    """
+    path, digest, size = out_dir / JOURNAL_FILE, hashlib.sha256(), 0
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content.splitlines(keepends=True):
+        digest.update(line)
+        size += len(line)
+        if digest.hexdigest() == listed:
+            journal = parse_journal(content[:size])
+            return None if journal[-1].event in ENDS else set(last_ends(journal))
+    return None
+
+
+def _owner(name: str) -> str:
+    """Cell whose file it is, or the name of a file of the whole session."""
+    return name.split("/")[1].partition(".")[0] if "/" in name else name
 
 
 def _first_difference(a: bytes, b: bytes) -> int:

@@ -27,11 +27,11 @@ from repro.layout import (
     FIGURES_DIR,
     HOST_FILE,
     JOURNAL_FILE,
+    LOGS_DIR,
     MANIFEST_FILE,
     PLAN_FILE,
     REPORT_FILE,
     RESULT_FILE,
-    RUNS_DIR,
 )
 from repro.plan import Plan
 from repro.redact import Redactor
@@ -41,27 +41,37 @@ from repro.session import published_plan
 NUMBERED = ("measured", "discarded")
 UNCOMPARED_PLAN = ("schema_version", "created", "estimated_seconds")
 UNCOMPARED_HOST = ("memory_bytes", "memory_limit_bytes", "shm_bytes")  # differ from one start of a machine to the next
-OWN_RUN = f"training.log_dir={RUNS_DIR}/"
+RUN_MARK = "REPRO_RUN_OF"  # variable of all that a session starts, and of what that starts: the session's folder
 
 
 @contextlib.contextmanager
 def claim(out_dir: Path) -> Iterator[None]:
-    """Hold a session's folder, so that no second command writes into it; ends with the process in any case.
+    """Hold a session's folder, so that nothing else writes into it; ends with the process in any case.
 
     Raises:
-        UsageError: If another process holds it, or it is no session's folder.
+        UsageError: If another process holds it, a run of a session that was killed goes on, or it is no session's
+            folder.
     """
     try:
-        descriptor = os.open(out_dir / PLAN_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        file = (out_dir / PLAN_FILE).open("rb")
     except OSError:
-        raise UsageError(f"{out_dir} holds no {PLAN_FILE}, so no session began there; leave out --resume") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        raise UsageError(
+            f"{out_dir} holds no {PLAN_FILE}, so no session began there; repro run without --resume begins one"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"a session still runs in {out_dir}, or its page is written; wait for its end, then type this again"
+            ) from None
+        _await_runs(out_dir)
         yield
-    except BlockingIOError:
-        raise UsageError(f"a session still runs in {out_dir}; wait for its end, then --resume") from None
-    finally:
-        os.close(descriptor)
+
+
+def marked(environment: Mapping[str, str], out_dir: Path) -> dict[str, str]:
+    """The environment by which a run is known as one of this folder's, whatever process of it is left."""
+    return {**environment, RUN_MARK: str(out_dir.resolve())}
 
 
 def find_session(out_dir: Path, plan: Plan, host: Host) -> Evidence:
@@ -73,15 +83,14 @@ def find_session(out_dir: Path, plan: Plan, host: Host) -> Evidence:
         host: This machine.
 
     Raises:
-        UsageError: If its files are damaged, a run of it has not ended yet, or plan, code, host or packages differ; the
-            message names the first difference.
+        UsageError: If its files are damaged, or plan, code, host or packages differ; the message names the first
+            difference.
     """
-    _await_runs(out_dir)
     try:
         evidence = read_evidence(out_dir)
     except UsageError as error:
         raise UsageError(f"--resume {out_dir}: {error}") from None
-    changed = changed_inputs(out_dir) if (out_dir / MANIFEST_FILE).exists() else []
+    changed = changed_inputs(out_dir)
     if changed:
         raise UsageError(f"--resume {out_dir}: {changed[0]}; its files are not those that its session wrote")
     failed = [probe.name for probe in evidence.probes if probe.status == "failed"]
@@ -159,19 +168,28 @@ def _short(value: Any) -> str:
 
 
 def _await_runs(out_dir: Path) -> None:
-    """Wait for runs of a session that was killed: they are told to end with it, which takes them a moment."""
+    """Wait for runs of a session that was killed: the trainer's are told to end with it, which takes them a moment."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while (running := _runs(out_dir)) and time.monotonic() < deadline:
+    while (running := _runs(out_dir.resolve())) and time.monotonic() < deadline:
         time.sleep(0.1)
     if running:
-        raise UsageError(f"--resume {out_dir}: process {running[0]} of its last run has not ended; end it first")
+        named = ", ".join(f"{pid} ({name})" for pid, name in running.items())
+        raise UsageError(
+            f"{out_dir}: process {named} of a run whose session was killed goes on; end it, then type this again: "
+            f"kill {' '.join(map(str, running))}"
+        )
 
 
-def _runs(out_dir: Path) -> list[int]:
-    """Processes that train into this folder."""
-    folder, found = str(out_dir.resolve()), []
+def _runs(folder: Path) -> dict[int, str]:
+    """Names, by id, of processes that carry the mark of this folder, or whose output goes to one of its logs."""
+    found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.cwd() == folder and any(word.startswith(OWN_RUN) for word in process.cmdline()):
-                found.append(process.pid)
+            if process.pid != os.getpid() and (
+                process.environ().get(RUN_MARK) == str(folder)
+                or any(
+                    file.fd in (1, 2) and Path(file.path).parent == folder / LOGS_DIR for file in process.open_files()
+                )
+            ):
+                found[process.pid] = process.name()
     return found

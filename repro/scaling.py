@@ -25,7 +25,7 @@ from repro.plan import Plan, make_plan
 from repro.provenance import find_source
 from repro.schema import canonical_json, read_model
 
-RunPlan = Callable[[argparse.Namespace, Plan, Host, Sequence[str]], int]
+RunPlan = Callable[..., int]
 
 
 def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: RunPlan) -> int:
@@ -34,7 +34,7 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
     Args:
         arguments: Of the command line.
         trainer: Start of every run's command.
-        run_plan: Runs a plan into the folder that its arguments name, as `repro run` does.
+        run_plan: Runs a plan into the folder `out_dir`, as `repro run` does.
 
     Raises:
         UsageError: For indices, iterations, overrides or an output file that cannot be used.
@@ -55,7 +55,7 @@ def scaling(arguments: argparse.Namespace, trainer: Sequence[str], run_plan: Run
     label = gpu_label(host.gpus, len(devices))
     out_dir = create_out_dir(REPORTS / f"{plan.created[:10]}_{matrix.name}_{label}_{plan.source.short}")
     with contextlib.redirect_stdout(cast(TextIO, LastingStream(sys.stdout))):
-        code = run_plan(build_parser().parse_args(["run", "--out", str(out_dir)]), plan, host, trainer)
+        code = run_plan(build_parser().parse_args(["run"]), plan, host, trainer, out_dir=out_dir)
         found = summarize(plan, devices, out_dir)
         sys.stdout.write(scaling_table(found))
         if arguments.out_json is not None:

@@ -12,14 +12,15 @@ from pathlib import Path
 from repro.attempts import supersede
 from repro.benchmarks import leave_out, run_benchmarks
 from repro.ceiling import record_ceiling
+from repro.clean import clean_cell
 from repro.errors import UsageError
 from repro.evaluation import models_folder, put_models_aside, put_models_beside, record_evaluation
 from repro.evidence import CellEvidence, Evidence, judge_cell, usage_stop
-from repro.foreign_run import clean_folder, foreign_command, foreign_environment
+from repro.foreign_run import foreign_command, foreign_environment
 from repro.host import Host, gpu_label
 from repro.journal import Journal, Outcome, read_journal
 from repro.late import examine
-from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment, signals_interrupt
+from repro.launch import GRACE_SECONDS, Ended, Runner, cell_environment
 from repro.layout import HOST_FILE, JOURNAL_FILE, LOGS_DIR, PLAN_FILE, RUNS_DIR
 from repro.live import SessionView
 from repro.matrix import AB_MATRIX
@@ -51,7 +52,7 @@ def default_out_dir(plan: Plan, host: Host) -> Path:
 
 
 def create_out_dir(wanted: Path) -> Path:
-    """Make the folder, or the first of ``-2``, ``-3`` … that is free.
+    """Make the folder, or the first of ``-2``, ``-3`` … that is free, and in it `runs/`: what makes that has it.
 
     A folder with content is never used again, nor one beside which weights of an earlier report lie.
 
@@ -67,18 +68,18 @@ def create_out_dir(wanted: Path) -> Path:
         if models_folder(path).exists():  # weights of a report that lies elsewhere now
             continue
         try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            if path.is_dir() and not any(path.iterdir()):
+            path.mkdir(parents=True, exist_ok=True)
+            if not any(path.iterdir()):
+                (path / RUNS_DIR).mkdir()
                 return path
+        except FileExistsError:  # no folder, or another session was faster
+            continue
         except OSError as error:
             raise UsageError(f"cannot make the report folder {path}: {error.strerror}; choose another --out") from None
 
 
 def start_session(plan: Plan, host: Host, out_dir: Path) -> Journal:
-    """Write what is known before the first cell and begin the journal."""
-    (out_dir / RUNS_DIR).mkdir()
+    """Write what is known before the first cell into a folder of `create_out_dir`, and begin the journal."""
     (out_dir / LOGS_DIR).mkdir()
     (out_dir / PLAN_FILE).write_text(canonical_json(published_plan(plan, Redactor(out_dir))), encoding="utf-8")
     (out_dir / HOST_FILE).write_text(canonical_json(host), encoding="utf-8")
@@ -171,7 +172,7 @@ def run_cells(session: Session, view: SessionView, *, fail_fast: bool, finished:
     Returns:
         Whether the session was interrupted.
     """
-    with signals_interrupt(), view:
+    with view:
         try:
             interrupted = _run_all(session, view, fail_fast, finished)
         except KeyboardInterrupt:
@@ -224,9 +225,9 @@ def _run_benchmarks(plan: Plan, journal: Journal, out_dir: Path, inherited: Mapp
 def _put_aside(out_dir: Path, cell: Cell) -> None:
     """Keep what an earlier attempt of a cell left; one that was cut off still holds weights, names and paths."""
     put_models_beside(out_dir, cell)
+    clean_cell(out_dir, cell)
     kept = supersede(out_dir, cell, read_journal(out_dir))
     if kept is not None:
-        Redactor(out_dir).folder(kept)
         put_models_aside(out_dir, cell, kept.name)
 
 
@@ -250,7 +251,7 @@ def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
         interrupted |= stopped
     with contextlib.suppress(OSError):  # tried again when the page is written; the run was good all the same
         put_models_beside(out_dir, cell)
-    redacted = _redact(out_dir, cell)
+    redacted = clean_cell(out_dir, cell)
     entry = journal.write(
         "cell_ended",
         cell=cell.id,
@@ -263,20 +264,6 @@ def _run_one(session: Session, cell: Cell) -> tuple[CellEvidence, Ended, bool]:
         no_evaluation=no_evaluation,
     )
     return judge_cell(out_dir, plan, cell, entry), ended, interrupted
-
-
-def _redact(out_dir: Path, cell: Cell) -> tuple[str, ...]:
-    """Take names and paths out of what a cell left; the files of its run that changed."""
-    redactor = Redactor(out_dir)
-    for path in (out_dir / cell.log, out_dir / cell.stacks):
-        if path.exists():
-            redactor.file(path)
-    run_dir = out_dir / cell.run
-    if run_dir.is_symlink():  # what lies elsewhere is no part of the report
-        run_dir.unlink()
-    if not run_dir.is_dir():
-        return ()
-    return tuple(clean_folder(run_dir, redactor) if cell.foreign else redactor.folder(run_dir))
 
 
 def exit_code(result: Result, evidence: Evidence) -> int:

@@ -13,12 +13,12 @@ import foreign_trainer
 import pytest
 from session_builder import SOURCE, make_host, matrix_text, run_session
 
+from repro.clean import clean_folder
 from repro.cli import main
 from repro.dry_run import plan_lines
 from repro.errors import UsageError
 from repro.evidence import read_evidence
 from repro.foreign import fill_command
-from repro.foreign_run import clean_folder
 from repro.layout import PLAN_FILE, RESULT_FILE
 from repro.matrix import Matrix, load_matrix, parse_matrix
 from repro.plan import Executor, Plan, check_plan, make_plan

@@ -103,6 +103,16 @@ def test_a_resumed_session_begins_anew_and_not_otherwise(
         read_journal(tmp_path)
 
 
+def test_seconds_that_run_backwards_are_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("session_started")
+    journal.write("session_ended")
+    path = tmp_path / JOURNAL_FILE
+    path.write_text(path.read_text().replace('"elapsed": 0.', '"elapsed": 7.', 1))
+    with pytest.raises(UsageError, match=r"line 2: elapsed 0\.\d+ is before that of the line above"):
+        read_journal(tmp_path)
+
+
 def test_a_missing_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"journal\.jsonl is missing"):
         read_journal(tmp_path)

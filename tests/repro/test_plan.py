@@ -206,6 +206,13 @@ def test_a_prefix_begins_every_name() -> None:
     assert all(cell.id.startswith("mine_") for cell in plan_for(toy_matrix(), prefix="mine").cells)
 
 
+@pytest.mark.parametrize("created", ["yesterday", "2026-11-30", "2026-1-30T00:00:00Z", "2026-13-01T00:00:00Z"])
+def test_a_plan_of_no_time_is_refused(created: str) -> None:
+    plan = plan_for(toy_matrix()).model_dump(mode="json")
+    with pytest.raises(UsageError, match=r"plan\.json: created: "):
+        parse_model(Plan, canonical_json({**plan, "created": created}), "plan.json")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

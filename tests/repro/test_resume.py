@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fake_probe
+import foreign_trainer
 import psutil
 import pytest
 from session_builder import TOY, TRAINER, finished_session, make_host, matrix_text, run_session
@@ -22,7 +25,8 @@ from repro.journal import read_journal
 from repro.layout import HOST_FILE, JOURNAL_FILE, MANIFEST_FILE, PLAN_FILE, REPORT_FILE, RESULT_FILE
 from repro.manifest import write_manifest
 from repro.plan import Plan
-from repro.report import write_report
+from repro.redact import PROJECT
+from repro.report import Report, write_report
 from repro.resume import claim
 from repro.schema import canonical_json, read_model
 from repro.verify import verify
@@ -114,7 +118,7 @@ def failing_once(folder: Path) -> tuple[Path, Path]:
     trainer, matrix, out = folder / "trainer.py", folder / "matrix.toml", folder / "out"
     broken = folder / "broken"
     broken.touch()
-    matrix.write_text(matrix_text({"good": {}, "bad": {"BROKEN": str(broken)}}))
+    matrix.write_text(matrix_text({"good": {"NOTE": str(PROJECT)}, "bad": {"BROKEN": str(broken)}}))
     trainer.write_text(
         "import os, subprocess, sys\n"
         "if os.path.exists(os.environ.get('BROKEN', '')): sys.exit('out of luck')\n"
@@ -227,20 +231,141 @@ def test_a_session_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.
     assert "a session still runs in" in capsys.readouterr().err
 
 
-def test_a_run_that_outlives_its_session_is_named(
+FOREIGN = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from foreign_trainer import write_events
+out, goes_on = Path(sys.argv[1]), Path(sys.argv[2])
+write_events(out, 40)
+(out / "on_walker01.yaml").write_text(f"home: {{Path.home()}}/x\\n")
+(out / "latest").symlink_to(out / "nowhere")
+while goes_on.exists():
+    time.sleep(0.02)
+"""
+WRAPPED = {
+    "shell": '"$@"; true',  # the shell is told to end with the session, its child is not
+    "daemon": 'setsid "$@" >/dev/null 2>&1 & wait',
+    "without variables": 'env -i "$@"; true',
+}
+
+
+@pytest.fixture
+def goes_on(tmp_path: Path) -> Iterator[Path]:
+    """A file for as long as which `FOREIGN` goes on."""
+    path = tmp_path / "goes_on"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="setsid, and the tie of a run to its session")
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_another_trainer_that_outlives_its_killed_session_is_named_and_what_it_left_is_cleaned(
+    wrapper: str, goes_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "walker01")
+    script, matrix, out = (tmp_path / name for name in ("theirs.py", "m.toml", "out"))
+    script.write_text(FOREIGN.format(folder=str(Path(foreign_trainer.__file__).parent)))
+    words = ["sh", "-c", WRAPPED[wrapper], "sh", sys.executable, str(script), "{run_dir}", str(goes_on)]
+    case = f'[[cases]]\nname = "theirs"\nreason = "Another."\nworkers = 1\ncommand = {json.dumps(words)}\n'
+    matrix.write_text(matrix_text({}) + case + f'event_tag = "{foreign_trainer.TAG}"\nstep_axis = 64\n')
+    command = [sys.executable, "-c", SESSION, "run", "--matrix", str(matrix), "--out", str(out), *TRAINER]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (out / "runs" / "theirs_r1" / "latest").is_symlink():
+                assert process.poll() is None and time.monotonic() < deadline, "the cell did not start"
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    (theirs,) = (
+        item for item in psutil.process_iter(["cmdline"]) if (item.info["cmdline"] or [])[1:2] == [str(script)]
+    )
+    monkeypatch.setattr("repro.resume.GRACE_SECONDS", 0.2)
+    for type_in in (lambda: resume(out, matrix), lambda: main(["report", str(out)])):
+        assert type_in() == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{theirs.pid} (python" in error and error.endswith(f"end it, then type this again: kill {theirs.pid}\n")
+    assert events(out)[-1] == "cell_started theirs_r1" and not (out / MANIFEST_FILE).exists()
+    monkeypatch.setattr("repro.resume.GRACE_SECONDS", 10.0)
+    goes_on.unlink()
+    if wrapper == "shell":  # a page of what was reached in between is fit to publish too
+        assert main(["report", str(out)]) == 0
+        assert "runs/theirs_r1/on_host.yaml\n" in (out / MANIFEST_FILE).read_text()
+        checked(out)
+    assert resume(out, matrix) == 0
+    left = out / "superseded" / "theirs_r1.1" / "run"
+    assert [path.name for path in left.iterdir() if "tfevents" not in path.name] == ["on_host.yaml"]
+    assert (left / "on_host.yaml").read_text() == "home: <home>/x\n"
+    checked(out)
+
+
+def killed_session(folder: Path) -> Path:
+    """A finished session as if it had been killed while its second cell ran."""
+    out = finished_session(folder)
+    (folder / "matrix.toml").write_text(TOY)
+    lines = (out / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
+    (out / JOURNAL_FILE).write_bytes(b"".join(lines[:4]))
+    assert events(out)[-2:] == ["cell_ended warmup1_slow", "cell_started slow_r1"]
+    for name in (MANIFEST_FILE, RESULT_FILE, REPORT_FILE):
+        (out / name).unlink()
+    for cell in read_model(Plan, out / PLAN_FILE).cells[2:]:
+        shutil.rmtree(out / cell.run)
+        (out / cell.log).unlink()
+        (out / cell.telemetry).unlink()
+    return out
+
+
+def test_a_killed_session_that_was_rendered_goes_on_though_its_run_wrote_more(tmp_path: Path) -> None:
+    out = killed_session(tmp_path)
+    assert main(["report", str(out)]) == 0
+    (out / "runs" / "slow_r1" / "late.json").write_text("{}")
+    with (out / "logs" / "slow_r1.log").open("a") as log:
+        log.write("more\n")
+    lines: list[str] = []
+    assert not verify([out], lines.append)
+    assert main(["report", str(out)]) == 0
+    checked(out)
+    (out / "runs" / "slow_r1" / "later.json").write_text("{}")
+    assert resume(out, tmp_path / "matrix.toml") == 0
+    checked(out)
+
+
+@pytest.mark.parametrize("name", ["logs/warmup1_slow.log", "runs/warmup1_slow/new.json", HOST_FILE])
+def test_what_had_ended_stays_as_it_was_listed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = killed_session(tmp_path)
+    assert main(["report", str(out)]) == 0
+    with (out / name).open("a") as file:
+        file.write(" ")
+    assert main(["report", str(out)]) == 1 and resume(out, tmp_path / "matrix.toml") == 2
+    assert f"{out}: {name}: " in capsys.readouterr().err.splitlines()[-1] or name == HOST_FILE
+
+
+def test_a_journal_that_was_cut_is_no_session_that_went_on(tmp_path: Path) -> None:
+    out = finished_session(tmp_path)
+    lines = (out / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
+    (out / JOURNAL_FILE).write_bytes(b"".join(lines[:4]))
+    assert main(["report", str(out)]) == 1
+
+
+def test_no_page_is_written_while_the_session_runs_or_writes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("repro.resume.GRACE_SECONDS", 0.2)
-    out = finished_session(tmp_path)
-    (tmp_path / "matrix.toml").write_text(TOY)
-    command = [sys.executable, "-c", "print(flush=True); input()", "training.log_dir=runs/slow_r1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=out) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert resume(out, tmp_path / "matrix.toml") == 2
-        assert f"process {process.pid} of its last run has not ended" in capsys.readouterr().err
-        process.kill()
-    assert not psutil.pid_exists(process.pid)
+    out, codes = tmp_path / "out", []
+    before: set[Path] = set()
+
+    def meanwhile(out_dir: Path) -> Report:
+        before.update(out_dir.rglob("*"))
+        codes.append(main(["report", str(out_dir)]))
+        assert before == set(out_dir.rglob("*"))
+        return write_report(out_dir)
+
+    monkeypatch.setattr("repro.report.write_report", meanwhile)
+    assert run_session(tmp_path, matrix_text({"a": {}})) == (0, out) and codes == [2]
+    error = f"repro: a session still runs in {out}, or its page is written; wait for its end, then type this again\n"
+    assert capsys.readouterr().err == error
 
 
 def test_a_session_killed_while_it_moved_an_attempt_aside_goes_on(tmp_path: Path) -> None:

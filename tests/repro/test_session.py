@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from session_builder import (
     toy_matrix,
 )
 
+from repro.attempts import session_seconds
 from repro.cli import main
 from repro.errors import UsageError
 from repro.evidence import read_evidence
@@ -33,9 +35,11 @@ from repro.layout import JOURNAL_FILE, PLAN_FILE, RESULT_FILE
 from repro.manifest import read_manifest
 from repro.matrix import TRACE_OVERRIDE, load_matrix
 from repro.plan import make_plan
+from repro.report import derive_report
 from repro.result import Result, compute_result
 from repro.schema import canonical_json, read_model
 from repro.session import create_out_dir, default_out_dir, exit_code, published_plan
+from repro.text import duration
 from repro.verify import verify
 from unilab.names import TRACE_FILE
 
@@ -268,14 +272,79 @@ def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path, n
 
 
 def test_a_folder_with_content_is_never_used_again(tmp_path: Path) -> None:
-    first = create_out_dir(tmp_path / "r")
-    assert create_out_dir(tmp_path / "r") == first  # still empty
-    (first / "x").write_text("x")
-    second = create_out_dir(tmp_path / "r")
-    (second / "x").write_text("x")
-    assert [second.name, create_out_dir(tmp_path / "r").name] == ["r-2", "r-3"]
+    first = tmp_path / "r"
+    first.mkdir()
+    assert create_out_dir(first) == first  # it was empty
+    (tmp_path / "r-2").mkdir()
+    (tmp_path / "r-2" / "x").write_text("x")
+    assert create_out_dir(first).name == "r-3"
     with pytest.raises(UsageError, match="cannot make the report folder"):
-        create_out_dir(first / "x" / "y")
+        create_out_dir(tmp_path / "r-2" / "x" / "y")
+
+
+def test_two_sessions_that_begin_in_the_same_moment_get_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Path.iterdir
+    others: list[Path] = []
+
+    def look_while_another_begins(path: Path) -> Iterator[Path]:
+        found = list(look(path))
+        if not others:
+            others.append(path)
+            others.append(create_out_dir(path))
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", look_while_another_begins)
+    assert create_out_dir(tmp_path / "r").name == "r-2" and others[1] == tmp_path / "r"
+
+
+WRITING = """
+import sys, time
+import repro.report
+from repro.cli import main
+def write_report(out_dir):
+    print("writing", flush=True)
+    time.sleep(60)
+repro.report.write_report = write_report
+sys.exit(main(sys.argv[1:6], trainer=sys.argv[6:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_while_the_page_is_written_says_what_to_type(tmp_path: Path, number: signal.Signals) -> None:
+    matrix, out = tmp_path / "m.toml", tmp_path / "out"
+    matrix.write_text(matrix_text({"a": {}}))
+    command = [sys.executable, "-c", WRITING, "run", "--matrix", str(matrix), "--out", str(out), *TRAINER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and "writing\n" in iter(process.stdout.readline, "")
+            process.send_signal(number)
+            error = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert error == (
+        f"repro: interrupted; what was reached is in {out}: repro report {out} writes its page, "
+        f"the same command with --resume --out {out} goes on\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_after_the_last_line_is_no_crash(number: signal.Signals) -> None:
+    script = (
+        "import atexit, time; from repro import cli; cli.main = lambda: 0\n"
+        "atexit.register(lambda: (print('over', flush=True), time.sleep(60))); cli.program()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "over\n"
+            process.send_signal(number)
+            error = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, error) == (130, "")
 
 
 def test_a_folder_beside_weights_of_an_earlier_report_is_not_taken(tmp_path: Path) -> None:
@@ -345,3 +414,18 @@ def test_a_killed_session_can_still_be_reported(tmp_path: Path) -> None:
     assert [cell.status for cell in result_of(out).cells] == ["discarded", "interrupted", *3 * ["not_run"]]
     assert verify([out], lambda line: None)
     assert not list((out / "figures").iterdir())
+
+
+def test_a_session_takes_the_time_it_took_whoever_set_the_clock(tmp_path: Path) -> None:
+    out = finished_session(tmp_path)
+    journal = out / JOURNAL_FILE
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    entries[-1]["time"] = "2020-01-01T00:00:00.000000Z"
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    page = derive_report(out, figures=False).files["report.md"].decode()
+    assert f" in {duration(entries[-1]['elapsed'])}, 5 runs one after the other" in page
+    assert "- The clock of the host was set back: times of the journal are not in order.\n" in page
+    for entry in entries:  # as an older version wrote it: what is left is the time of the runs before
+        del entry["elapsed"]
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert 0 < session_seconds(read_journal(out)) < 600
