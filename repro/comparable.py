@@ -157,7 +157,7 @@ def remarks(base: Side, current: Side) -> list[str]:
     facts = [{"kernel": host.platform, "driver": host.driver, **host.versions} for host in hosts]
     differing = [
         f"{name} {facts[0].get(name)}, now {facts[1].get(name)}"
-        for name in sorted(facts[0].keys() | facts[1].keys())
+        for name in sorted(facts[0].keys() & facts[1].keys())  # an older report names fewer
         if facts[0].get(name) != facts[1].get(name)
     ]
     keys = [{key for settings in side.settings.values() for key in settings} for side in (base, current)]
