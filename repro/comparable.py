@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from repro.as_planned import PLACED
 from repro.errors import UsageError
-from repro.evidence import EVENT_FILE_MARK, PLACED, Evidence
+from repro.evidence import EVENT_FILE_MARK, Evidence
 from repro.foreign import ForeignKeys
 from repro.host import Host
 from repro.matrix import Matrix
