@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from repro.plan import Cell, Plan, asked_transport, is_pinned, pinning, same_words
-from repro.run_files import find_value
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from repro.plan import PLACEHOLDER, Cell, Plan, asked_transport, is_pinned, pinning, same_words
+from repro.run_files import find_value, flatten
 from unilab.names import COMMAND_FILE, GRADIENT_MEAN, TRANSPORT_KEY
 
 # Reasons why a run's number does not count.
@@ -16,6 +19,8 @@ NOT_AS_PLANNED = "not_as_planned"
 MISSING_PROVENANCE = "missing_provenance"
 OTHER_CODE = "other_code"
 GIT_FACTS = ("commit", "dirty", "diff_sha256")
+# Settings of a run that say where it runs, not what it does.
+PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
 # A run's folder as the trainer may record it: relative, or in a folder that was made absolute and then replaced.
 LOG_DIR = re.compile(r"^(training\.log_dir=)(?:\.|[/<].*)/(runs/[^/]+)$")
 
@@ -44,6 +49,8 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
     matrix = plan.matrix
     asked: dict[str, tuple[Any, Any]] = {
         "training.smoke": (matrix.smoke, find_value(config, "training", "smoke")),
+        "algo.algo": (matrix.algo, find_value(config, "algo", "algo")),
+        "training.sim_backend": (matrix.sim, find_value(config, "training", "sim_backend")),
         "algo.max_iterations": (matrix.iterations, find_value(config, "algo", "max_iterations")),
         "world size": (cell.world_size, find_value(manifest, "dp_sync", "world_size")),
     }
@@ -58,7 +65,30 @@ def _deviation(plan: Plan, cell: Cell, config: Mapping[str, Any], manifest: Mapp
     for what, (planned, found) in asked.items():
         if found != planned:
             return f"{NOT_AS_PLANNED}: {what} was planned as {json.dumps(planned)}, the run says {json.dumps(found)}"
+    return _overridden(cell, config)
+
+
+def _overridden(cell: Cell, config: Mapping[str, Any]) -> str | None:
+    """Which setting of a cell's command the configuration lacks, or None. Words that were redacted are passed over."""
+    parser, found = OverridesParser.create(), flatten(config)
+    words = [word for word in cell.arguments if "=" in word and "${" not in word and not PLACEHOLDER.search(word)]
+    asked: dict[str, Any] = {}
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            return f"{NOT_AS_PLANNED}: {word} is no setting, so no run can have it"
+        asked |= flatten({override.key_or_group: override.value()})
+    for key, planned in asked.items():
+        if key not in PLACED and not _same_setting(planned, found.get(key)):
+            said = json.dumps(found.get(key))
+            return f"{NOT_AS_PLANNED}: {key} was planned as {json.dumps(planned)}, the run says {said}"
     return None
+
+
+def _same_setting(planned: Any, found: Any) -> bool:
+    """Whether a run's setting is the planned one, up to the type that the setting has: 1 is also true, 1.0 and "1"."""
+    return planned == found or f"{planned}".casefold() == f"{found}".casefold()
 
 
 def _planned_ranks(cell: Cell, manifest: Mapping[str, Any], smoke: bool) -> dict[str, tuple[Any, Any]]:

@@ -28,8 +28,6 @@ from repro.provenance import find_source
 from repro.schema import canonical_json
 from repro.text import count_of, duration
 from unilab.names import (
-    COMMAND_FILE,
-    CONFIG_FILE,
     EXIT_FAILED,
     EXIT_HOST_UNFIT,
     EXIT_INTERRUPTED,
@@ -321,16 +319,16 @@ def _naming(out_dir: Path) -> Iterator[None]:
 def _analyze(arguments: argparse.Namespace) -> int:
     from repro.analyze import analysis_json, analysis_lines
     from repro.events import Refusal
+    from repro.run_files import is_own
     from repro.throughput import measure
 
     require_new(arguments.output)
     if not arguments.run_dir.is_dir():
         raise UsageError(f"{arguments.run_dir} is not a folder; give the folder of one run")
-    own = any((arguments.run_dir / name).exists() for name in (CONFIG_FILE, COMMAND_FILE))
     if not 0.0 < arguments.tail <= 1.0:
         raise UsageError(f"--tail {arguments.tail:g}: must be above 0 and at most 1")
     try:
-        found = measure(arguments.run_dir, arguments.tail, arguments.tag, require_run_end=own)
+        found = measure(arguments.run_dir, arguments.tail, arguments.tag, own=is_own(arguments.run_dir))
     except Refusal as refusal:
         return _refuse(f"no number: {refusal.code}: {refusal}", EXIT_FAILED)
     if arguments.output is not None:

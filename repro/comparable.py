@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from repro.as_planned import PLACED
 from repro.errors import UsageError
-from repro.evidence import EVENT_FILE_MARK, PLACED, Evidence
+from repro.evidence import EVENT_FILE_MARK, Evidence
 from repro.foreign import ForeignKeys
 from repro.host import Host
 from repro.matrix import Matrix
@@ -159,7 +160,7 @@ def remarks(base: Side, current: Side) -> list[str]:
     facts = [{"kernel": host.platform, "driver": host.driver, **host.versions} for host in hosts]
     differing = [
         f"{name} {facts[0].get(name)}, now {facts[1].get(name)}"
-        for name in sorted(facts[0].keys() | facts[1].keys())
+        for name in sorted(facts[0].keys() & facts[1].keys())  # an older report names fewer
         if facts[0].get(name) != facts[1].get(name)
     ]
     keys = [{key for settings in side.settings.values() for key in settings} for side in (base, current)]

@@ -37,7 +37,7 @@ LOG_SECONDS = 10.0  # for the rest of a log, once its container has ended
 FACTS = "from repro.host import find_host; print(find_host()[0].model_dump_json())"
 CODE = "from repro.provenance import find_source; print(find_source().model_dump_json())"
 # Versions that a run is made with; the others belong to the suite, which reads and renders outside.
-INSIDE = ("python", "torch", "mujoco", "numpy", "tensorboard", "triton", "nccl", "unilab-repro")
+INSIDE = ("python", "torch", "mujoco", "numpy", "tensorboard", "triton", "cuda", "cudnn", "nccl", "unilab-repro")
 
 
 @dataclass(frozen=True)

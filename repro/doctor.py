@@ -103,7 +103,7 @@ def doctor_lines(found: Diagnosis) -> list[str]:
         ("GPUs", _gpus(host)),
         *([("GPU links", _links(host))] if host.gpu_links else []),
         *([("GPU load", _loads(found.loads))] if found.loads else []),
-        ("driver", f"{host.driver or 'none'}, NCCL {host.versions.get('nccl') or 'none'}"),
+        ("driver", ", ".join([host.driver or "none", *_libraries(host)])),
         ("CPU", _cpu(host)),
         ("allowed", f"CPU {text.cpu_list(host.allowed_cpus)}, {text.count_of(host.physical_cores, 'physical core')}"),
         ("CPU limit", "none" if host.cgroup_cpus is None else f"{host.cgroup_cpus:g} CPUs (control group)"),
@@ -153,6 +153,12 @@ def _cpu(host: Host) -> str:
 def _links(host: Host) -> str:
     nodes = " ".join("?" if gpu.numa_node is None else f"{gpu.numa_node}" for gpu in host.gpus)
     return f"{gpu_links(host)}; NUMA nodes {nodes}"
+
+
+def _libraries(host: Host) -> list[str]:
+    """CUDA, cuDNN and NCCL that torch brings."""
+    names = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
+    return [f"{shown} {host.versions.get(name) or 'none'}" for name, shown in names.items()]
 
 
 def _loads(loads: tuple[GpuLoad, ...]) -> str:

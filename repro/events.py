@@ -56,8 +56,9 @@ class Reason(StrEnum):
     INVALID_PHYSICS = "invalid_physics"
     SKIPPED_UPDATES = "skipped_updates"
     PROGRESS_MISMATCH = "progress_mismatch"
+    SETTINGS_MISMATCH = "settings_mismatch"
     CLOCK_STEP = "clock_step"
-    MIXED_CODE = "mixed_code"  # of a group of runs, found where results are put together
+    MIXED_CODE = "mixed_code"  # of a group of runs, their settings too; found where results are put together
 
 
 class Refusal(Exception):  # noqa: N818 - an answer of the suite, not a fault of it

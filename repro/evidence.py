@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from repro.as_planned import departure, shortened
+from repro.as_planned import PLACED, departure, shortened
 from repro.attempts import last_ends, moved_cells
 from repro.benchmarks import Benchmarks
 from repro.ceiling import read_ceiling
@@ -44,8 +44,6 @@ from unilab.names import COMMAND_FILE, CONFIG_FILE, EXIT_HOST_UNFIT, EXIT_OK, EX
 COPIED_EVENTS = "copied_events"
 NO_EVALUATION = "no_evaluation"
 EVENT_FILE_MARK = "tfevents"
-# Settings of a run that say where it runs, not what it does.
-PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
 STATUSES = (
     "measured",  # has a number that counts
     "discarded",  # a warm-up that ended well; its number does not count
@@ -74,7 +72,8 @@ class CellEvidence:
         evaluation: What its policy does without exploration, or None where the matrix does not ask.
         ceiling: Env steps/s of the physics alone, or None.
         ceiling_reason: Why a ceiling that the matrix asks for is missing, or None.
-        config: The run's resolved settings, or None without a number.
+        config: The run's resolved settings, or None where the run says nothing or is not the planned one.
+        manifest: What it is made of, likewise.
     """
 
     cell: Cell
@@ -88,6 +87,7 @@ class CellEvidence:
     ceiling: float | None = None
     ceiling_reason: str | None = None
     config: Mapping[str, Any] | None = None
+    manifest: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +277,7 @@ def _measured(out_dir: Path, plan: Plan, cell: Cell, entry: Entry) -> CellEviden
         ceiling=ceiling,
         ceiling_reason=None if missing is None else relative_text(missing, out_dir),
         config=config,
+        manifest=manifest,
     )
 
 
@@ -330,7 +331,7 @@ def fingerprint(command: Mapping[str, Any]) -> dict[str, str]:
 
 
 def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, ...]:
-    """Take the numbers of every case whose measured cells did not run the same code and versions."""
+    """Take the numbers of every case whose measured cells did not run the same code, versions and settings."""
     mixed: dict[str, str] = {}
     first: dict[str, CellEvidence] = {}
     for item in cells:
@@ -338,6 +339,7 @@ def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, 
             continue
         other = first.setdefault(item.cell.case, item)
         difference = _difference(other.fingerprint or {}, item.fingerprint)
+        difference = difference or _difference(_settings(other), _settings(item))
         if difference and item.cell.case not in mixed:
             mixed[item.cell.case] = f"{difference} in {other.cell.id} and {item.cell.id}"
     return tuple(
@@ -351,6 +353,11 @@ def refuse_mixed_groups(cells: tuple[CellEvidence, ...]) -> tuple[CellEvidence, 
         else item
         for item in cells
     )
+
+
+def _settings(item: CellEvidence) -> dict[str, str]:
+    """What a run was to do, flat, as text."""
+    return {key: json.dumps(value) for key, value in flatten(item.config or {}).items() if key not in PLACED}
 
 
 def mixed_cases(evidence: Evidence, one: str, other: str) -> str | None:

@@ -33,7 +33,12 @@ VERSIONED = (
     "unilab-repro",
 )
 RELEVANT_PREFIXES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "OPENBLAS_", "MUJOCO_", "UNILAB_")
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")  # torch's own; one is installed at most
+# Torch's own libraries, by what a reader calls them; of each, one package is installed at most.
+GPU_LIBRARIES = {
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
+    "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu11"),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
+}
 COMPILERS = ("gcc", "cc", "clang", "g++")
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -176,8 +181,11 @@ def numa_nodes(cpus: tuple[int, ...], sysfs: Path = SYSFS) -> int | None:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that shape a result, read without importing them."""
     found = {name: _version(name) for name in VERSIONED}
-    nccl = next((version for version in map(_version, NCCL_PACKAGES) if version), None)
-    return {"python": platform.python_version(), **found, "nccl": nccl}
+    libraries = {
+        name: next((version for version in map(_version, packages) if version), None)
+        for name, packages in GPU_LIBRARIES.items()
+    }
+    return {"python": platform.python_version(), **found, **libraries}
 
 
 def _version(package: str) -> str | None:

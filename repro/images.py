@@ -55,6 +55,6 @@ def open_images(stack: contextlib.ExitStack, refs: Mapping[str, str], host: Host
 
 
 def _code(ref: str, executor: DockerExecutor, inside: Host) -> Code:
-    versions = frozenset(f"{name} {inside.versions[name]}" for name in INSIDE)
+    versions = frozenset(f"{name} {inside.versions[name]}" for name in INSIDE if name in inside.versions)
     label = Redactor().text(f"{executor.facts.image}")
     return Code(ref, label, executor.source_inside(), versions, executor=executor)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from repro.evidence import Evidence
+from repro.evidence import CellEvidence
 from repro.schema import Strict
 from repro.spin import NOISE_LIMIT
 from repro.stats import pooled_spread
@@ -32,9 +32,9 @@ class NoiseResult(Strict):
         return self.score <= self.limit
 
 
-def session_noise(evidence: Evidence) -> NoiseResult | None:
-    """The score of a session, or None where no case was measured twice."""
-    measured = [item for item in evidence.cells if item.status == "measured" and item.throughput is not None]
+def session_noise(cells: Iterable[CellEvidence]) -> NoiseResult | None:
+    """The score of a session's cells, or None where no case was measured twice."""
+    measured = [item for item in cells if item.status == "measured" and item.throughput is not None]
     ceilings: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
     for item in measured:

@@ -25,6 +25,7 @@ from repro.probes_section import probes_section
 from repro.provenance import Source
 from repro.result import Result, missing_cells
 from repro.scaling_section import scaling_section
+from repro.settings_section import settings_section
 from repro.telemetry_section import telemetry_section
 from repro.text import count_of, markdown_table
 from unilab.names import TRACE_FILE
@@ -91,6 +92,7 @@ def report_context(evidence: Evidence, result: Result) -> dict[str, Any]:
         "telemetry": telemetry_section(evidence.telemetry),
         "benchmarks": _benchmarks(evidence),
         "notes": _notes(evidence),
+        "settings": settings_section(evidence),
         "cases": _cases(evidence),
         "order": ", ".join(f"{c.id}{' (discarded)' if c.warmup else ''}" for c in evidence.plan.cells),
         "commands": _commands(evidence),
@@ -269,8 +271,12 @@ def _cases(evidence: Evidence) -> str:
 
 def _commands(evidence: Evidence) -> list[str]:
     lines = []
+    ran = {item.cell.id for item in evidence.cells if item.status not in ("skipped", "not_run")}
+    planned = [cell for cell in evidence.plan.cells if cell.id in ran and not cell.warmup]
     for case in evidence.plan.matrix.cases:
-        cell = next(cell for cell in evidence.plan.cells if cell.case == case.name and not cell.warmup)
+        cell = next((cell for cell in planned if cell.case == case.name), None)
+        if cell is None:
+            continue
         uuids, positions = ",".join(cell.gpus), ",".join(map(str, case.gpus))  # positions hold on other hosts too
         variables = {
             name: positions if name == VISIBLE_DEVICES and value == uuids else value

@@ -196,7 +196,7 @@ def compute_result(evidence: Evidence) -> Result:
         probes=tuple(ProbeResult(name=p.name, passed=p.status == "passed", detail=p.detail) for p in evidence.probes),
         learning=learning,
         verdict=_verdict(evidence, comparisons, learning),
-        noise=session_noise(evidence),
+        noise=session_noise(evidence.cells),
     )
 
 

@@ -11,9 +11,12 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from repro.events import Reason, Refusal
-from unilab.names import COMPLETED, RUN_END_FILE
+from unilab.names import COMMAND_FILE, COMPLETED, CONFIG_FILE, RUN_END_FILE
 
 MOST = 2**31  # of anything that a run counts within one iteration
+# Keys that config.json and command.json of this trainer have, together of no other program's.
+OF_CONFIG = {"schema_version", "algo", "training"}
+OF_COMMAND = {"schema_version", "argv", "source_sha256"}
 
 
 class RunEnd(BaseModel):
@@ -24,31 +27,47 @@ class RunEnd(BaseModel):
     schema_version: Literal[1]
     status: Literal["completed", "failed", "interrupted"]
     final_env_steps: NonNegativeInt
+    iterations: NonNegativeInt
     event_count: NonNegativeInt
     startup_seconds: FiniteFloat | None = Field(ge=0)
 
 
-def read_run_end(run_dir: Path, required: bool) -> RunEnd | None:
-    """Read `run_end.json`; with `required` its absence or another status than completed is refused.
+def is_own(run_dir: Path) -> bool:
+    """Whether a folder is of a run of this trainer: before the first step it writes settings and provenance.
+
+    Other programs have files of these names too, so what is in them decides.
+    """
+    config, command = (_lenient(run_dir / name) for name in (CONFIG_FILE, COMMAND_FILE))
+    return config.keys() >= OF_CONFIG or command.keys() >= OF_COMMAND
+
+
+def _lenient(path: Path) -> Mapping[str, Any]:
+    """A JSON object, empty where there is none that can be read."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except Refusal:
+        return {}
+
+
+def read_run_end(run_dir: Path) -> RunEnd:
+    """Read `run_end.json` of a run that completed.
 
     Raises:
         Refusal: `missing_run_end`, `run_failed` or `damaged_file`.
     """
     path = run_dir / RUN_END_FILE
     if not path.exists():
-        if required:
-            raise Refusal(
-                Reason.MISSING_RUN_END,
-                f"{run_dir.resolve().name} has no {RUN_END_FILE}: the run did not end; run it again",
-            )
-        return None
+        raise Refusal(
+            Reason.MISSING_RUN_END,
+            f"{run_dir.resolve().name} has no {RUN_END_FILE}: the run did not end; run it again",
+        )
     try:
         end = RunEnd.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
         raise Refusal(Reason.DAMAGED_FILE, f"{path.name}: {field}: {first['msg']}; run it again") from error
-    if required and end.status != COMPLETED:
+    if end.status != COMPLETED:
         raise Refusal(
             Reason.RUN_FAILED,
             f"{path.name} says the run is {end.status}; only completed runs are measured, run it again",

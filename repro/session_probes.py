@@ -175,12 +175,12 @@ def read_probes(out_dir: Path, plan: Plan, journal: tuple[Entry, ...]) -> tuple[
 def require_same_host(probes: tuple[ProbeEvidence, ...], host: Host) -> None:
     """Refuse a probe with another torch, driver or GPU than the session's, as far as both are recorded.
 
-    NCCL is left out: a probe names the one torch was built with, the host the package that is installed.
+    CUDA and NCCL are left out: a probe names those torch was built with, the host the packages that are installed.
 
     Raises:
         UsageError: Naming the first difference.
     """
-    recorded = {**host.versions, "driver": host.driver, "nccl": None}
+    recorded = {**host.versions, "driver": host.driver, "cuda": None, "nccl": None}
     gpus = dict.fromkeys(gpu.name for gpu in host.gpus)
     for name, found in ((record_file(probe.name), probe.findings) for probe in probes):
         for what, version in found.versions.items() if found is not None else ():

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from repro.account import check_account
 from repro.events import EventLog, Reason, Refusal, Series, find_event_file, read_events
 from repro.matrix import FEWEST_POINTS
 from repro.run_files import MOST, RunEnd, find_count, read_json, read_progress, read_run_end
@@ -27,7 +29,6 @@ from unilab.names import (
     APPLY_MS,
     BACKEND_MS,
     COLLECTOR_WAIT_MS,
-    COMPLETED,
     CONFIG_FILE,
     EXPOSED_MS,
     INFERENCE_MS,
@@ -49,6 +50,10 @@ CLOCK_TOLERANCE = 0.01  # relative difference of wall and monotonic time over th
 GAP_FACTOR = 10.0  # an interval this many times the median one is reported
 GAP_SHARE, GAP_SHARE_FACTOR = 0.05, 3.0  # so is one of this share of the window, where it is not just a short window
 LOST_SHARE = 0.01  # of the window's env steps or updates: with more lost than this, a run does other work
+UNCHECKED = (
+    f"no {RUN_END_FILE} of this trainer: nothing says that the run is complete",
+    f"no {PROGRESS_FILE} of this trainer: the wall clock was not checked",
+)
 INVALID_ROWS = "Train/invalid_rows"
 SKIPPED_UPDATES = "Train/skipped_updates"
 IN_SECONDS = (ITERATION_TIME, LEARNING_TIME)  # the other stages are logged in ms
@@ -147,7 +152,7 @@ def measure(
     tail: float = 0.5,
     tag: str = TOTAL_FPS,
     min_points: int = FEWEST_POINTS,
-    require_run_end: bool = True,
+    own: bool = True,
 ) -> Throughput:
     """Measure one run.
 
@@ -156,8 +161,8 @@ def measure(
         tail: fraction of the events to measure over; N events give the window from index floor(N (1 - tail)) on.
         tag: whose events give steps and times.
         min_points: fewest events of the tag in the file.
-        require_run_end: refuse a run that did not end well. Switch it off for directories of other programs; then
-            what is missing is noted instead.
+        own: whether the run is of this trainer, whose files are then held against each other. Of another program's
+            only the events are read; what they cannot show is noted.
 
     Raises:
         Refusal: whenever no number may be given; its code says why.
@@ -168,21 +173,22 @@ def measure(
     if min_points < 2:
         raise ValueError(f"min_points must be at least 2, got {min_points}")
     find_event_file(run_dir)
-    end = read_run_end(run_dir, require_run_end)
+    end = read_run_end(run_dir) if own else None
     log = read_events(run_dir)
     series = _choose_series(log, tag, min_points)
     _check_order(log, series, tag)
     window = _window(log, series, tag, tail)
     _check_rate(log, window)
-    _check_finite(log, window, tag, losses=require_run_end)
+    _check_finite(log, window, tag, losses=own)
     notes = [
-        *_check_end(log, end, require_run_end),
-        *_check_clock(run_dir, window, require_run_end),
-        *_check_work(run_dir, log, window),
+        *_cut_notes(log),
+        *(UNCHECKED if end is None else _check_own(run_dir, log, window, end)),
+        *_check_work(read_json(run_dir / CONFIG_FILE) if own else {}, log, window),
         *_gap_notes(series, window),
         *_sparse_notes(log, window),
     ]
-    return _throughput(log, series, window, tag, tail, end, _learner_rows_per_second(run_dir, log, window), notes)
+    rows = _learner_rows_per_second(run_dir, log, window) if own else (None, [])
+    return _throughput(log, series, window, tag, tail, end, rows, notes)
 
 
 def measure_events(log: EventLog, tag: str, tail: float = 0.5, min_points: int = FEWEST_POINTS) -> Throughput:
@@ -203,8 +209,7 @@ def measure_events(log: EventLog, tag: str, tail: float = 0.5, min_points: int =
     _check_rate(log, window)
     only = replace(log, scalars={tag: series})
     _check_finite(only, window, tag, losses=False)
-    unchecked = f"no {PROGRESS_FILE}: the wall clock was not checked"
-    notes = [*_check_end(log, None, required=False), unchecked, *_gap_notes(series, window)]
+    notes = [*_cut_notes(log), *UNCHECKED, *_gap_notes(series, window)]
     return _throughput(only, series, window, tag, tail, None, (None, []), notes)
 
 
@@ -341,49 +346,52 @@ def _check_finite(log: EventLog, window: Window, tag: str, losses: bool) -> None
             )
 
 
-def _check_end(log: EventLog, end: RunEnd | None, required: bool) -> list[str]:
+def _cut_notes(log: EventLog) -> list[str]:
+    cut = log.scan.cut_offset
+    return [] if cut is None else [f"the last record of the event file is cut at byte {cut} and was left out"]
+
+
+def _check_own(run_dir: Path, log: EventLog, window: Window, end: RunEnd) -> list[str]:
+    """Refuse a run of this trainer whose files do not tell of one run; nothing is left to note."""
+    _check_end(log, end)
+    _check_clock(run_dir, window)
+    check_account(run_dir, log, end)
+    return []
+
+
+def _check_end(log: EventLog, end: RunEnd) -> None:
     """Compare the events with the run's own account; a cut tail explains exactly one missing record."""
-    notes = []
-    if log.scan.cut_tail:
-        notes.append(f"the last record of the event file is cut at byte {log.scan.cut_offset} and was left out")
-    if end is None:
-        return [*notes, f"no {RUN_END_FILE}: nothing says that the run is complete"]
-    if end.status != COMPLETED:
-        notes.append(f"{RUN_END_FILE} says the run is {end.status}")
-    found = log.summaries + log.scan.cut_tail
-    if found != end.event_count:
-        what = f"{log.path.name} holds {log.summaries} summaries and {RUN_END_FILE} counted {end.event_count}"
-        if required:
-            raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; events were lost or added, copy or run it again")
-        notes.append(what)
+    if log.summaries + log.scan.cut_tail != end.event_count:
+        raise Refusal(
+            Reason.EVENT_COUNT_MISMATCH,
+            f"{log.path.name} holds {log.summaries} summaries and {RUN_END_FILE} counted {end.event_count}; "
+            "events were lost or added, copy or run it again",
+        )
     last = max(int(points.steps[-1]) for points in log.scalars.values())
     if not (end.final_env_steps > last if log.scan.cut_tail else end.final_env_steps == last):
-        what = f"the last event is at step {last}, {RUN_END_FILE} says {end.final_env_steps}"
-        if required:
-            raise Refusal(Reason.EVENT_COUNT_MISMATCH, f"{what}; the files are not of one run, run it again")
-        notes.append(what)
-    return notes
+        raise Refusal(
+            Reason.EVENT_COUNT_MISMATCH,
+            f"the last event is at step {last}, {RUN_END_FILE} says {end.final_env_steps}; "
+            "the files are not of one run, run it again",
+        )
 
 
-def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
-    """Compare the window's wall time with the monotonic clock of `progress.jsonl`, where there is one."""
+def _check_clock(run_dir: Path, window: Window) -> None:
+    """Compare the window's wall time with the monotonic clock of `progress.jsonl`."""
     path = run_dir / PROGRESS_FILE
     if not path.exists():
-        if required:
-            raise Refusal(
-                Reason.PROGRESS_MISMATCH,
-                f"{run_dir.resolve().name} has no {PROGRESS_FILE} to check the wall clock by; run it again",
-            )
-        return [f"no {PROGRESS_FILE}: the wall clock was not checked"]
+        raise Refusal(
+            Reason.PROGRESS_MISMATCH,
+            f"{run_dir.resolve().name} has no {PROGRESS_FILE} to check the wall clock by; run it again",
+        )
     progress = read_progress(path)
     first, last = progress.get(window.first_step), progress.get(window.last_step)
     if first is None or last is None:
-        what = (
-            f"{path.name} lacks env step {window.first_step if first is None else window.last_step} of the event file"
+        missing = window.first_step if first is None else window.last_step
+        raise Refusal(
+            Reason.PROGRESS_MISMATCH,
+            f"{path.name} lacks env step {missing} of the event file; the files are not of one run, run it again",
         )
-        if required:
-            raise Refusal(Reason.PROGRESS_MISMATCH, f"{what}; the files are not of one run, run it again")
-        return [f"{what}: the wall clock was not checked"]
     seconds = last.monotonic_s - first.monotonic_s
     if not abs(window.seconds - seconds) <= CLOCK_TOLERANCE * seconds:
         raise Refusal(
@@ -391,12 +399,11 @@ def _check_clock(run_dir: Path, window: Window, required: bool) -> list[str]:
             f"{run_dir.resolve().name}: the wall clock stepped during the run: the window took "
             f"{window.seconds:.3f} s by it and {seconds:.3f} s by the monotonic clock; run it again",
         )
-    return []
 
 
-def _check_work(run_dir: Path, log: EventLog, window: Window) -> list[str]:
+def _check_work(config: Mapping[str, Any], log: EventLog, window: Window) -> list[str]:
     """Refuse a window that lost more than `LOST_SHARE` of its transitions or updates; note smaller losses."""
-    updates = find_count(read_json(run_dir / CONFIG_FILE), "algo", "updates_per_step")
+    updates = find_count(config, "algo", "updates_per_step")
     iterations = _iterations(log, window)
     done = updates * iterations if updates is not None and iterations is not None else 0.0
     steps = window.last_step - window.first_step

@@ -170,7 +170,7 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
     tick = options.num_envs * options.world_size / options.rate  # s
     nan = options.mode == "nan" and progress >= 0.5
     tags: dict[str, float | None] = {
-        names.TRAIN_ITERATION: iteration,
+        names.TRAIN_ITERATION: iteration + 1,
         names.MEAN_REWARD: -2.0 + (options.final_length / 4.0 - 5.0) * progress,
         names.MEAN_EPISODE_LENGTH: 20.0 + (options.final_length - 20.0) * progress,
         "Loss/actor": -1.0 - progress,
@@ -197,12 +197,28 @@ def _tags(options: RunOptions, iteration: int) -> dict[str, float]:
 
 
 def _config(options: RunOptions) -> dict[str, Any]:
+    return override(_defaults(options), [word for word in options.argv if "=" in word])
+
+
+def override(config: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """A configuration with the settings of `key=value` words."""
+    for key, value in _overrides(words).items():
+        section = config
+        *sections, name = key.split(".")
+        for inner in sections:
+            section = section.setdefault(inner, {})
+        section[name] = value.strip("'") if isinstance(value, str) else value
+    return config
+
+
+def _defaults(options: RunOptions) -> dict[str, Any]:
     return {
         "schema_version": names.SCHEMA_VERSION,
         "algo": {
             "algo": "sac",
             "num_envs": options.num_envs,
             "batch_size": options.batch_size,
+            "replay_buffer_n": 512,
             "updates_per_step": options.updates_per_step,
             "policy_frequency": 4,
             "max_iterations": options.iterations,
@@ -261,6 +277,8 @@ def _manifest(options: RunOptions) -> dict[str, Any]:
         "gpu_name": None if options.smoke else "Fake GPU",
     }
     pools = [None if pool is None else list(pool) for pool in options.pools or [options.cpu_ids] * options.world_size]
+    updates = options.updates_per_step
+    collectives = updates - (-updates // 4) if options.world_size > 1 else 0
     return {
         "schema_version": names.SCHEMA_VERSION,
         "ranks": [
@@ -270,12 +288,15 @@ def _manifest(options: RunOptions) -> dict[str, Any]:
         "dp_sync": {
             "world_size": options.world_size,
             "mode": names.GRADIENT_MEAN if options.world_size > 1 else "none",
+            "gradient_collectives_per_iteration": collectives,
+            "transport": "gloo" if options.world_size > 1 else "none",
         },
         "physics": {
-            **{"profile": "exact", "timestep": 1 / 150, "decimation": 3},
+            **{"profile": _config(options)["env"]["physics_profile"], "timestep": 1 / 150, "decimation": 3},
             **{"groups": len(row_groups(options.num_envs, 2)), "workers": len(pools[0] or (0,))},
         },
-        "learner": {"device": device},
+        "learner": {"algo": "sac", "amp": False, "compiled": False, "cuda_graph": False}
+        | {"replay_rows": 512 * options.num_envs},
     }
 
 
@@ -297,7 +318,7 @@ def _write_progress(path: Path, options: RunOptions, seconds: list[float]) -> No
     interval = options.num_envs * options.world_size / options.rate
     lines = [
         {
-            "iteration": iteration,
+            "iteration": iteration + 1,
             "env_steps": env_steps(options, iteration),
             "monotonic_s": MONOTONIC_START + STARTUP_SECONDS + second,
             "physics_s": 0.9 * interval,

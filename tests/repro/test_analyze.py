@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,31 @@ def test_a_tag_that_is_not_there_names_the_nearest(foreign: Path, capsys: pytest
     assert "has 4 points of eval/score, fewer than 20" in capsys.readouterr().err
     assert main(["analyze", str(foreign), "--tag", "note"]) == 1  # text is no scalar
     assert "missing_tag" in capsys.readouterr().err
+
+
+def test_files_that_other_programs_call_so_too_do_not_make_it_a_run_of_this_trainer(
+    foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["analyze", str(foreign), "--tag", "train/speed"])
+    alone = capsys.readouterr()
+    (foreign / "config.json").write_text('{"model_type": "bert"}')
+    (foreign / "command.json").write_text('{"argv": []}')
+    (foreign / "progress.jsonl").write_text('{"epoch": 1}\n')
+    (foreign / "run_end.json").write_text("done")
+    (foreign / "manifest.json").mkdir()
+    assert main(["analyze", str(foreign), "--tag", "train/speed"]) == 0
+    assert capsys.readouterr() == alone
+
+
+@pytest.mark.parametrize("lost", [(), ("config.json",), ("command.json",), ("progress.jsonl", "manifest.json")])
+def test_a_run_of_this_trainer_that_died_is_refused(
+    fake_run: Callable[..., Path], capsys: pytest.CaptureFixture[str], lost: tuple[str, ...]
+) -> None:
+    run = fake_run(mode="crash")
+    for name in lost:
+        (run / name).unlink()
+    assert main(["analyze", str(run)]) == 1
+    assert "missing_run_end" in capsys.readouterr().err
 
 
 def tensor_event(step: int, value: object, plugin: str | None) -> Event:

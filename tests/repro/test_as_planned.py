@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from fake_trainer import override
 from session_builder import SOURCE, make_host
 
 from repro.as_planned import departure
 from repro.matrix import adjust, load_matrix
-from repro.plan import Plan, make_plan, pinning
+from repro.plan import Plan, make_plan
 from unilab.names import GRADIENT_MEAN
 
 
@@ -18,14 +18,11 @@ def plan_of(matrix: str, *overrides: str) -> Plan:
     return make_plan(adjust(load_matrix(matrix), None, 1, overrides), *make_host(32, 2), SOURCE)
 
 
-def found(plan: Plan, case: str, transport: str | None) -> str | None:
-    """What is wrong with a run of a case whose manifest names this transport."""
+def found(plan: Plan, case: str, transport: str | None, *settings: str) -> str | None:
+    """What is wrong with a run of a case whose manifest names this transport, with other settings than asked for."""
     cell = next(cell for cell in plan.cells if cell.case == case and not cell.warmup)
-    pools = json.loads(pinning(cell.pools).partition("=")[2])
-    config = {
-        "training": {"smoke": False, "dp_collector_cpu_ids": pools},
-        "algo": {"max_iterations": plan.matrix.iterations},
-    }
+    defaults = {"algo": {"algo": plan.matrix.algo}, "training": {"sim_backend": plan.matrix.sim, "smoke": False}}
+    config = override(defaults, [word for word in cell.arguments if "=" in word] + [*settings])
     dp_sync: dict[str, Any] = {"world_size": 2, "mode": GRADIENT_MEAN}
     manifest = {
         "dp_sync": dp_sync | ({} if transport is None else {"transport": transport}),
@@ -58,3 +55,31 @@ def test_the_last_setting_counts_and_auto_takes_any_transport() -> None:
         assert found(plan_of("dual", "training.nccl_transport=auto"), "n2", transport) is None
     assert found(plan_of("dual", "training.nccl_transport=shm", "++training.nccl_transport='p2p'"), "n2", "p2p") is None
     assert "was planned as" in (found(plan_of("dual", "training.nccl_transport=shm"), "n2", "p2p") or "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "said"),
+    [
+        ("algo.batch_size=4096", "algo.batch_size=8192", "algo.batch_size was planned as 4096, the run says 8192"),
+        ("+env.gain_scale=[1.0,1.0]", "env.gain_scale=[0.9,1.1]", "env.gain_scale was planned as [1.0, 1.0], the run"),
+        ("training.use_amp=false", "training.use_amp=true", "training.use_amp was planned as false, the run says true"),
+        ("algo.batch_size=[1", "algo.batch_size=1", "algo.batch_size=[1 is no setting"),
+    ],
+)
+def test_a_run_with_another_setting_than_its_command_is_refused(asked: str, ran: str, said: str) -> None:
+    assert (found(plan_of("dual", asked), "n2", "p2p", ran) or "").startswith(f"not_as_planned: {said}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        ("algo.tau=1", "algo.tau=1.0"),
+        ("training.use_amp=1", "training.use_amp=true"),
+        ("algo.load_run=-1", 'algo.load_run="-1"'),
+        ("training.wandb_name='7'", "training.wandb_name=7"),
+        ("algo.actor=<home>/a.pt", "algo.actor=/b/a.pt"),
+        ("training.devices=[0]", "training.devices=[1]"),  # says where it ran
+    ],
+)
+def test_a_setting_may_have_the_type_of_its_key(asked: str, ran: str) -> None:
+    assert found(plan_of("dual", asked), "n2", "p2p", ran) is None

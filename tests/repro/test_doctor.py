@@ -32,6 +32,14 @@ def test_links_nodes_and_governor_are_shown(found: Diagnosis) -> None:
     assert len(doctor_lines(found)) <= 24
 
 
+def test_versions_that_torch_brings_stand_beside_the_driver(found: Diagnosis) -> None:
+    assert lines(found)["driver"] == "600.1, CUDA none, cuDNN none, NCCL none"
+    versions = {**found.host.versions, "cuda": "13.0.96", "cudnn": "9.20.0.48", "nccl": "2.29.7"}
+    host = found.host.model_copy(update={"versions": versions})
+    shown = lines(found.model_copy(update={"host": host}))["driver"]
+    assert shown == "600.1, CUDA 13.0.96, cuDNN 9.20.0.48, NCCL 2.29.7"
+
+
 def test_links_of_many_gpus_are_grouped(found: Diagnosis) -> None:
     pairs = [(0, 1, "NVLink"), (0, 2, "NVLink"), (1, 2, "NVLink")]
     links = tuple(GpuLink(first=a, second=b, link=link) for a, b, link in pairs)

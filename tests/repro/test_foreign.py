@@ -77,7 +77,7 @@ def test_what_is_not_known_is_missing_and_said_so(session: Path) -> None:
     assert {getattr(cell, name) for name in (*missing, "learner_cycle_ms", "ceiling_share")} == {None}
     page = (session / "report.md").read_text()
     assert "theirs_r1: another trainer: what it does beyond this tag is not read" in page
-    assert "theirs_r1: no run_end.json: nothing says that the run is complete" in page
+    assert "theirs_r1: no run_end.json of this trainer: nothing says that the run is complete" in page
     assert "`theirs` lacks every tag: what needs them is missing too." in page
 
 

@@ -136,10 +136,11 @@ def test_governors_and_nodes_are_those_of_the_allowed_cpus(tmp_path: Path) -> No
     assert [numa_nodes(cpus, tmp_path) for cpus in ((0, 2), (0, 1), (7,))] == [1, 2, None]
 
 
-def test_nccl_is_torchs_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_cudnn_and_nccl_are_torchs_own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.13.0", "nvidia-nccl-cu12": "2.27.3"}
+    installed |= {"nvidia-cuda-runtime": "13.0.96", "nvidia-cudnn-cu13": "9.20.0.48"}
     monkeypatch.setattr("repro.host._version", installed.get)
-    assert versions()["nccl"] == "2.27.3"
+    assert [versions()[name] for name in ("cuda", "cudnn", "nccl")] == ["13.0.96", "9.20.0.48", "2.27.3"]
     assert versions()["torch"] == "2.13.0" and versions()["mujoco"] is None
 
 

@@ -43,8 +43,8 @@ def test_a_run_that_recorded_its_end_hangs_in_its_teardown(fake_run: Callable[..
     ("rate", "age", "why"),
     [  # 16 env steps an iteration: 0.16 s of it at rate 100, 4 s at rate 4
         (100.0, 11.0, "hang: no progress for 11.0 s"),
-        (100.0, 9.0, "too slow: still progressing, at iteration 29"),
-        (4.0, 39.0, "too slow: still progressing, at iteration 29"),
+        (100.0, 9.0, "too slow: still progressing, at iteration 30"),
+        (4.0, 39.0, "too slow: still progressing, at iteration 30"),
         (4.0, 41.0, "hang: no progress for 41.0 s"),
     ],
 )

@@ -205,8 +205,8 @@ def test_a_run_without_a_seed_is_refused(fake_run: Callable[..., Path], seed: st
 def test_five_thousand_records_are_read(fake_run: Callable[..., Path]) -> None:
     run = fake_run(iterations=5000, final_length=1000.0)
     found = learned(run)
-    end = read_run_end(run, True)
-    assert end is not None and len(found.steps) == end.event_count == 5000
+    end = read_run_end(run)
+    assert len(found.steps) == end.event_count == 5000
     assert found.env_steps == end.final_env_steps
     assert found.episode_length == pytest.approx(20 + 980 * (4500 + 4999) / 2 / 5000)
     assert found.seconds_to_walk == pytest.approx(found.seconds[4490])  # 20 + 980 * 4490 / 5000 = 900.04

@@ -26,7 +26,7 @@ def cell(case: str, rate: float, ceiling: float | None = None, status: str = "me
 
 
 def noise(*cells: Any) -> NoiseResult | None:
-    return session_noise(SimpleNamespace(cells=cells))  # type: ignore[arg-type]
+    return session_noise(cells)
 
 
 def test_the_score_by_hand() -> None:

@@ -22,6 +22,7 @@ from repro.render import render_report
 from repro.report import derive_report
 from repro.result import compute_result
 from repro.schema import canonical_json, read_canonical
+from repro.settings_section import settings_section
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert page.startswith("# SMOKE: sac on g1_walk_flat (mujoco), matrix toy\n\n**`fast` runs at 1.")
     found = sections(page)
     assert list(found) == [
-        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Noise", "Host while it ran", "Cases"),
-        *("Environment", "Limits", "Inputs and verification"),
+        *("Result", "Metric", "Runs", "Where a tick goes", "Window sensitivity", "Noise", "Host while it ran"),
+        *("Settings", "Cases", "Environment", "Limits", "Inputs and verification"),
     ]
     assert "floor(N/2)" in found["Metric"] and "tail mean of `Perf/total_fps`" in found["Metric"]
     assert "geometric mean, env steps/s" in found["Result"] and "geometric mean of its runs" in found["Metric"]
@@ -53,6 +54,69 @@ def test_a_page_has_everything_a_reader_needs(out: Path) -> None:
     assert "| fast_r1" in found["Runs"] and "tail mean of `Perf/total_fps`" in found["Runs"]
     assert "| speedup: fast / slow |" in found["Result"] and "| improved |" in found["Result"]
     assert "torch" in found["Environment"]
+
+
+def settings(out: Path) -> dict[str, list[str]]:
+    """The settings of a folder's page by name; those that all cases share have one value."""
+    found = read_evidence(out)
+    rows = [
+        line.strip("| ").split("|")
+        for line in settings_section(found).splitlines()
+        if line.startswith("| ") and "---" not in line
+    ]
+    return {name.strip(): [value.strip() for value in values] for name, *values in rows}
+
+
+def test_a_page_says_what_was_trained(tmp_path: Path) -> None:
+    text = matrix_text({"one": {}, "two": {"CUDA_VISIBLE_DEVICES": "a,b"}, "gone": {"FAKE_MODE": "crash"}})
+    text = text.replace('name = "two"\n', 'name = "two"\noverrides = ["algo.batch_size=32"]\ngpus = [0, 1]\n')
+    found = settings(run_session(tmp_path, text)[1])
+    assert found == {
+        "setting": ["one", "two"],  # the header of the second table; a case without a run has no column
+        "environments per rank": ["16"],
+        "critic, actor updates per iteration": ["8, 2"],
+        "physics workers per rank": ["1"],
+        "seed": ["1"],
+        "physics profile": ["exact"],
+        "groups of environments": ["1"],
+        "AMP": ["no"],
+        "Inductor": ["no"],
+        "whole-cycle graph": ["no"],
+        "ranks": ["1", "2"],
+        "batch per rank": ["64", "32"],
+        "transport between ranks": ["none", "gloo"],
+    }
+
+
+def test_a_case_whose_runs_disagree_is_not_shown_as_agreeing(out: Path) -> None:
+    path = out / "runs" / "slow_r2" / "config.json"
+    path.write_text(path.read_text().replace('"batch_size": 64', '"batch_size": 128'))
+    path = out / "runs" / "fast_r2" / "manifest.json"
+    path.write_text(path.read_text().replace('"transport": "none"', '"transport": "p2p"').replace("exact", "fast"))
+    path = path.with_name("config.json")
+    path.write_text(path.read_text().replace("exact", "fast"))
+    found = settings(out)
+    assert found["batch per rank"] == ["its runs differ: 64; 128", "64"]
+    assert found["physics profile"] == ["exact", "its runs differ: exact; fast"]
+
+
+def test_files_of_another_version_that_lack_a_setting_give_a_dash(out: Path) -> None:
+    for case in ("slow", "fast"):
+        for repeat in (1, 2):
+            path = out / "runs" / f"{case}_r{repeat}" / "manifest.json"
+            path.write_text(path.read_text().replace('"groups"', '"other"'))
+    assert settings(out)["groups of environments"] == ["\N{EN DASH}"]
+
+
+def test_a_case_that_never_ran_has_no_command(out: Path) -> None:
+    evidence = read_evidence(out)
+    cells = tuple(
+        replace(item, status="skipped", throughput=None) if item.cell.case == "fast" else item
+        for item in evidence.cells
+    )
+    evidence = replace(evidence, cells=cells)
+    (command,) = repro.render.report_context(evidence, compute_result(evidence))["commands"]
+    assert "runs/slow_r1" in command
 
 
 def test_no_section_is_empty_and_tables_line_up(out: Path) -> None:

@@ -198,6 +198,15 @@ def test_events_that_were_copied_between_cells_are_refused(out: Path) -> None:
     assert cells["slow_r2"].status == "measured"
 
 
+def test_mixed_settings_inside_a_group_take_its_numbers(out: Path) -> None:
+    edit_json(out / "runs" / "slow_r2" / "config.json", lambda c: c["algo"].update(batch_size=128))
+    result = computed(out)
+    assert {(cell.status, cell.reason) for cell in result.cells if cell.case == "slow" and cell.repeat} == {
+        ("refused", "mixed_code: group slow mixes algo.batch_size 64 and 128 in slow_r1 and slow_r2")
+    }
+    assert result.groups[0].n == 0
+
+
 def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:
     forget_the_trainer(out)
     for repeat in (1, 2):
@@ -216,10 +225,8 @@ def test_two_cases_of_different_code_are_not_compared(out: Path) -> None:
             lambda c: c["training"].update(smoke=False),
             "training.smoke was planned as true, the run says",
         ),
-        ("config.json", lambda c: c["algo"].update(max_iterations=9), "algo.max_iterations was planned as 40, the run"),
         ("config.json", lambda c: c["env"].update(cpu_ids=[7]), "env.cpu_ids was planned as [0], the run says [7]"),
         ("config.json", lambda c: c.pop("env"), "env.cpu_ids was planned as [0], the run says null"),
-        ("manifest.json", lambda c: c["dp_sync"].update(world_size=2), "world size was planned as 1, the run says 2"),
     ],
 )
 def test_a_run_that_is_not_the_planned_one_is_refused(

@@ -50,7 +50,7 @@ def refusal(run_dir: Path, **options: Any) -> Refusal:
 
 
 def test_the_main_metric_by_hand(tmp_path: Path) -> None:
-    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, own=False)
     # Index 5 to 9: 400 steps in 4 s; the slow interval before it and the logged values do not count.
     assert found.steps_per_second == 100.0
     assert (found.window.first_index, found.window.last_index, found.window.points) == (5, 9, 5)
@@ -60,14 +60,14 @@ def test_the_main_metric_by_hand(tmp_path: Path) -> None:
 
 
 def test_statistics_of_the_logged_values_by_hand(tmp_path: Path) -> None:
-    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, own=False)
     # Tail values 50, 100, 110, 120, 70; the 90th percentile lies at 0.9 * 4 = 3.6 of 50, 70, 100, 110, 120.
     assert (found.tail_mean, found.tail_median) == (90.0, 100.0)
     assert found.tail_p90 == pytest.approx(116.0)
 
 
 def test_window_sensitivity_and_points_by_hand(tmp_path: Path) -> None:
-    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, own=False)
     # Tails of 25, 50 and 75 % begin at index 7, 5 and 2: 200 / 2, 400 / 4, 700 / 8.
     assert found.window_sensitivity == {0.25: 100.0, 0.5: 100.0, 0.75: 87.5}
     assert found.steps.tolist() == STEPS
@@ -78,7 +78,7 @@ def test_window_sensitivity_and_points_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("count", "first"), [(20, 10), (21, 10), (1000, 500), (1001, 500)])
 def test_half_of_the_events_begins_at_the_rounded_down_half(tmp_path: Path, count: int, first: int) -> None:
     write_points(tmp_path, list(range(count)), [float(i) for i in range(count)], [1.0] * count)
-    window = measure(tmp_path, tag="a/rate", require_run_end=False).window
+    window = measure(tmp_path, tag="a/rate", own=False).window
     assert (window.first_index, window.points) == (first, count - first)
 
 
@@ -174,9 +174,9 @@ def test_measuring_a_file_gives_the_window_of_its_points(ticks: list[int], tail:
         write_points(Path(folder), steps.tolist(), times.tolist(), [1.0] * len(ticks))
         first = _first_index(len(ticks), tail)
         if first == len(ticks) - 1:
-            assert refusal(Path(folder), tag="a/rate", tail=tail, require_run_end=False).code == "too_few_points"
+            assert refusal(Path(folder), tag="a/rate", tail=tail, own=False).code == "too_few_points"
             return
-        found = measure(Path(folder), tag="a/rate", tail=tail, require_run_end=False)
+        found = measure(Path(folder), tag="a/rate", tail=tail, own=False)
     assert found.window.first_index == first
     assert found.steps_per_second == (steps[-1] - steps[first]) / (times[-1] - times[first])
     assert found.steadiness.intervals == found.window.points - 1
@@ -203,6 +203,26 @@ def test_rows_count_all_ranks(fake_run: FakeRun) -> None:
     assert one.learner_rows_per_second is not None
     assert two.learner_rows_per_second == pytest.approx(one.learner_rows_per_second, rel=1e-4)
     assert two.window.last_step == 2 * one.window.last_step  # equal steps/s of twice the environments
+
+
+def test_a_resumed_run_that_logs_every_fifth_iteration_and_its_last(fake_run: FakeRun) -> None:
+    """Iterations 7 to 108 of a run of 108: logged are 10, 15 … 105 and 108."""
+    run_dir = fake_run(iterations=108)
+    logged = [*range(10, 108, 5), 108]
+    log = read_events(run_dir)
+    events = [
+        scalar_event(16 * i, float(log.scalars[names.TOTAL_FPS].wall_times[i - 1]), {names.TOTAL_FPS: 1.0})
+        for i in logged
+    ]
+    write_events(log.path, events)
+    lines = (run_dir / names.PROGRESS_FILE).read_text().splitlines(keepends=True)
+    with_file(run_dir, names.PROGRESS_FILE, "".join(lines[i - 1] for i in logged))
+    with_end(run_dir, event_count=len(logged))
+    change_json(run_dir / names.MANIFEST_FILE, resumed_from={"iteration": 6})
+    with_setting(run_dir, names.CONFIG_FILE, "training", log_interval=5)
+    assert measure(run_dir).steps_per_second == pytest.approx(10_000.0, rel=0.01)
+    change_json(run_dir / names.MANIFEST_FILE, resumed_from=None)
+    assert "108 iterations, 22 of them logged" in str(refusal(run_dir))
 
 
 def test_rates_come_from_steps_and_time_even_where_logged_values_lie(fake_run: FakeRun) -> None:
@@ -233,7 +253,7 @@ def test_the_update_of_several_ranks_is_that_of_the_least_of_each_record(tmp_pat
         tags = {names.rank_tag(names.LEARNING_TIME, rank): value for rank, value in enumerate(own)}
         events.append(scalar_event(step, WALL_START + seconds, {"a/rate": 1.0, names.LEARNING_TIME: own[0], **tags}))
     write_events(tmp_path / "events.out.tfevents.1.host", events)
-    found = measure(tmp_path, tag="a/rate", min_points=10, require_run_end=False)
+    found = measure(tmp_path, tag="a/rate", min_points=10, own=False)
     assert found.learner_cycle_ms == pytest.approx(6.0)
     assert found.stages[names.LEARNING_TIME] == found.learner_cycle_ms
     # Rank 0 waits in two of the window's five records, rank 1 in the others.
@@ -259,30 +279,22 @@ def test_a_run_that_never_trained_has_no_startup_time(fake_run: FakeRun) -> None
 
 
 def test_another_programs_folder_is_measured_with_notes(tmp_path: Path) -> None:
-    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, require_run_end=False)
-    assert [note.split(":")[0] for note in found.notes] == ["no run_end.json", "no progress.jsonl"]
+    found = measure(write_points(tmp_path), tag="a/rate", min_points=10, own=False)
+    assert [note.split(":")[0] for note in found.notes] == [
+        "no run_end.json of this trainer",
+        "no progress.jsonl of this trainer",
+    ]
     assert found.learner_rows_per_second is None
     assert found.startup_seconds is None
 
 
-def test_a_failed_run_can_be_analysed_on_request(fake_run: FakeRun) -> None:
-    found = measure(fake_run(mode="failed_end", rate=5_000.0), require_run_end=False)
-    assert found.steps_per_second == pytest.approx(5_000.0, rel=1e-5)
-    assert found.notes == ["run_end.json says the run is failed"]
-
-
-def test_a_crashed_run_can_be_analysed_on_request(fake_run: FakeRun) -> None:
-    found = measure(fake_run(mode="crash", iterations=120), require_run_end=False)
-    assert found.points == 60
-    assert [note.split(":")[0] for note in found.notes] == ["no run_end.json"]
-
-
-def test_a_progress_file_cut_in_its_last_line_only_loses_the_check_of_the_clock(fake_run: FakeRun) -> None:
-    run_dir = fake_run(mode="crash", iterations=120)
-    path = run_dir / names.PROGRESS_FILE
-    path.write_bytes(path.read_bytes()[:-9])
-    notes = measure(run_dir, require_run_end=False).notes
-    assert notes[1:] == [f"{path.name} lacks env step 960 of the event file: the wall clock was not checked"]
+def test_of_another_programs_folder_nothing_but_the_events_is_read(tmp_path: Path) -> None:
+    run_dir = write_points(tmp_path)
+    alone = measure(run_dir, tag="a/rate", min_points=10, own=False)
+    for name in (names.CONFIG_FILE, names.MANIFEST_FILE, names.PROGRESS_FILE, names.RUN_END_FILE):
+        (run_dir / name).write_text("what another program means by it\n")
+    found = measure(run_dir, tag="a/rate", min_points=10, own=False)
+    assert (found.steps_per_second, found.notes) == (alone.steps_per_second, alone.notes)
 
 
 def test_a_cut_tail_is_noted_and_explains_one_missing_record(fake_run: FakeRun) -> None:
@@ -296,7 +308,7 @@ def test_a_cut_tail_is_noted_and_explains_one_missing_record(fake_run: FakeRun) 
 def test_a_gap_in_time_is_noted(tmp_path: Path) -> None:
     times = [float(i) + (15.0 if i >= 25 else 0.0) for i in range(40)]
     run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
-    notes = measure(run_dir, tag="a/rate", require_run_end=False).notes
+    notes = measure(run_dir, tag="a/rate", own=False).notes
     # Window 20 to 39: 19 s and the 15 s, median interval 1 s.
     assert notes[-1] == "one pause of 16 s is 47% of the window, after env step 24; the median interval is 1 s"
 
@@ -305,13 +317,13 @@ def test_a_gap_in_time_is_noted(tmp_path: Path) -> None:
 def test_a_shorter_pause_is_noted_by_its_share_of_the_window(tmp_path: Path, pause: float, noted: bool) -> None:
     times = [float(i) + (pause - 1.0 if i >= 25 else 0.0) for i in range(40)]
     run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
-    assert (len(measure(run_dir, tag="a/rate", require_run_end=False).notes) == 3) == noted
+    assert (len(measure(run_dir, tag="a/rate", own=False).notes) == 3) == noted
 
 
 def test_a_gap_before_the_window_is_not_noted(tmp_path: Path) -> None:
     times = [float(i) + (15.0 if i >= 5 else 0.0) for i in range(40)]
     run_dir = write_points(tmp_path, list(range(40)), times, [1.0] * 40)
-    assert len(measure(run_dir, tag="a/rate", require_run_end=False).notes) == 2
+    assert len(measure(run_dir, tag="a/rate", own=False).notes) == 2
 
 
 def test_a_tag_logged_for_a_part_of_the_window_is_noted(tmp_path: Path) -> None:
@@ -322,14 +334,9 @@ def test_a_tag_logged_for_a_part_of_the_window_is_noted(tmp_path: Path) -> None:
         for i in range(40)
     ]
     write_events(tmp_path / "events.out.tfevents.1", events)
-    found = measure(tmp_path, require_run_end=False)
+    found = measure(tmp_path, own=False)
     assert found.exposed_ms == 32.0
     assert found.notes[-1] == "Perf/exposed_ms has 2 points in the window of 20"
-
-
-def test_another_final_step_is_noted_where_no_end_is_required(fake_run: FakeRun) -> None:
-    run_dir = with_end(fake_run(), final_env_steps=976)
-    assert measure(run_dir, require_run_end=False).notes == ["the last event is at step 960, run_end.json says 976"]
 
 
 def test_a_sparse_tag_need_not_reach_the_final_step(fake_run: FakeRun) -> None:
@@ -374,7 +381,7 @@ def test_times_too_close_for_a_rate_are_refused(tmp_path: Path) -> None:
     run_dir.mkdir()
     events = [scalar_event(2**40 * i, 5e-324 * i, {"a/rate": 1.0}) for i in range(1, 41)]
     write_events(run_dir / "events.out.tfevents.1", events)
-    assert refusal(run_dir, tag="a/rate", require_run_end=False).code == "non_finite"
+    assert refusal(run_dir, tag="a/rate", own=False).code == "non_finite"
 
 
 @pytest.mark.parametrize(("tail", "min_points"), [(0.0, 20), (1.1, 20), (-0.5, 20), (math.nan, 20), (0.5, 1)])
@@ -426,6 +433,27 @@ def with_progress(run_dir: Path, line: int, **fields: Any) -> Path:
     entries = [json.loads(text) for text in path.read_text().splitlines()]
     entries[line - 1].update(fields)
     return with_file(run_dir, path.name, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def with_setting(run_dir: Path, name: str, section: str, **fields: Any) -> Path:
+    found = json.loads((run_dir / name).read_text())
+    change_json(run_dir / name, **{section: {**found.get(section, {}), **fields}})
+    return run_dir
+
+
+def with_records(run_dir: Path, kept: slice, lines: slice = slice(None)) -> Path:
+    """Keep some records of the events and some lines of the progress; the run's end counts what is there."""
+    log = read_events(run_dir)
+    base = log.scalars[names.TOTAL_FPS]
+    times = base.wall_times.tolist()
+    events = [
+        scalar_event(step, times[i], {tag: float(series.values[i]) for tag, series in log.scalars.items()})
+        for i, step in enumerate(base.steps.tolist())
+    ][kept]
+    write_events(log.path, events)
+    entries = (run_dir / names.PROGRESS_FILE).read_text().splitlines(keepends=True)[lines]
+    with_file(run_dir, names.PROGRESS_FILE, "".join(entries))
+    return with_end(run_dir, event_count=len(events), final_env_steps=events[-1].step)
 
 
 def with_second_event_file(run_dir: Path) -> Path:
@@ -522,6 +550,56 @@ REFUSED: list[tuple[Reason, Callable[[FakeRun], Path], str]] = [
     (Reason.PROGRESS_MISMATCH, lambda run: without(run(), names.PROGRESS_FILE), "has no progress.jsonl"),
     (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", num_envs=7)), "lacks env step 496"),
     (Reason.PROGRESS_MISMATCH, lambda run: with_progress_of(run(), run("other", iterations=59)), "lacks env step 960"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_records(run(), slice(10, None)), "lacks env step 16;"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_records(run(), slice(0, -5)), "55 iterations, progress.jsonl of 60"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_records(run(), slice(10, None), slice(10, None)), "50 lines, from it"),
+    (
+        Reason.PROGRESS_MISMATCH,
+        lambda run: with_records(run(), slice(0, -5), slice(0, -5)),
+        "says 60 iterations, 60 of",
+    ),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_end(run(), iterations=10**12), "says 1000000000000 iterations"),
+    (Reason.PROGRESS_MISMATCH, lambda run: with_progress(run(), 7, iteration=8), "from iteration 1 to 60"),
+    (
+        Reason.PROGRESS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "training", log_interval=2),
+        "60 iterations, 30 of them logged",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "algo", num_envs=99),
+        "16 env steps in 1 iterations up to 2, but config.json has algo.num_envs=99 and manifest.json 1 ranks",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.MANIFEST_FILE, "dp_sync", world_size=2),
+        "config.json has algo.num_envs=16 and manifest.json 2 ranks",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "algo", max_iterations=90),
+        "algo.max_iterations gives 90, run_end.json 60",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "algo", algo="flashsac"),
+        "algo.algo gives flashsac, manifest.json sac",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "env", physics_profile="fast"),
+        "env.physics_profile gives fast, manifest.json exact",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(), names.CONFIG_FILE, "algo", replay_buffer_n=513),
+        "algo.num_envs x algo.replay_buffer_n gives 8208, manifest.json 8192",
+    ),
+    (
+        Reason.SETTINGS_MISMATCH,
+        lambda run: with_setting(run(world_size=2), names.CONFIG_FILE, "algo", updates_per_step=16),
+        "algo.updates_per_step with algo.policy_frequency gives 20, manifest.json 10",
+    ),
     (Reason.CLOCK_STEP, lambda run: run(mode="clock_step"), "the wall clock stepped during the run"),
     (Reason.CLOCK_STEP, lambda run: with_progress_of(run(), run("other", rate=9_890.0)), "the wall clock stepped"),
 ]
@@ -551,7 +629,7 @@ def test_lost_ends_of_the_events_are_never_silent(fake_run: FakeRun, size: int) 
     path.write_bytes(path.read_bytes()[: path.stat().st_size - size])
     assert refusal(run_dir).code == "event_count_mismatch"
     (run_dir / names.RUN_END_FILE).unlink()
-    notes = measure(run_dir, require_run_end=False).notes
+    notes = measure(run_dir, own=False).notes
     assert any("cut at byte" in note for note in notes) == (size > 0)
 
 
@@ -569,12 +647,12 @@ def test_a_tail_of_one_point_is_too_few(fake_run: FakeRun) -> None:
 def test_values_before_the_tail_need_not_be_finite(fake_run: FakeRun, tmp_path: Path) -> None:
     values = [math.nan] * 20 + [1.0] * 20
     run_dir = write_points(tmp_path / "x", list(range(40)), [float(i) for i in range(40)], values)
-    assert measure(run_dir, tag="a/rate", require_run_end=False).steps_per_second == 1.0
+    assert measure(run_dir, tag="a/rate", own=False).steps_per_second == 1.0
 
 
 def test_losses_of_another_program_need_not_be_finite(fake_run: FakeRun) -> None:
     run_dir = fake_run(mode="nan", rate=25_000.0)
-    assert measure(run_dir, require_run_end=False).steps_per_second == pytest.approx(25_000.0, rel=1e-5)
+    assert measure(run_dir, own=False).steps_per_second == pytest.approx(25_000.0, rel=1e-5)
 
 
 @pytest.mark.parametrize(
