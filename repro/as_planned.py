@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode, ValidationError
 
 from repro.plan import PLACEHOLDER, Cell, Plan, asked_transport, is_pinned, pinning, same_words
 from repro.run_files import find_value, flatten
@@ -21,6 +22,8 @@ OTHER_CODE = "other_code"
 GIT_FACTS = ("commit", "dirty", "diff_sha256")
 # Settings of a run that say where it runs, not what it does.
 PLACED = ("training.log_dir", "env.cpu_ids", "training.dp_collector_cpu_ids", "training.devices")
+# What the trainer's configuration makes of a value, by the type it has then.
+_NODES: dict[type, Any] = {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode}
 # A run's folder as the trainer may record it: relative, or in a folder that was made absolute and then replaced.
 LOG_DIR = re.compile(r"^(training\.log_dir=)(?:\.|[/<].*)/(runs/[^/]+)$")
 
@@ -78,7 +81,9 @@ def _overridden(cell: Cell, config: Mapping[str, Any]) -> str | None:
             override = parser.parse_override(word)
         except HydraException:
             return f"{NOT_AS_PLANNED}: {word} is no setting, so no run can have it"
-        asked |= flatten({override.key_or_group: override.value()})
+        key = override.key_or_group
+        asked = {name: value for name, value in asked.items() if not f"{name}.".startswith(f"{key}.")}  # taken back
+        asked |= flatten({key: override.value()})
     for key, planned in asked.items():
         if key not in PLACED and not _same_setting(planned, found.get(key)):
             said = json.dumps(found.get(key))
@@ -87,8 +92,19 @@ def _overridden(cell: Cell, config: Mapping[str, Any]) -> str | None:
 
 
 def _same_setting(planned: Any, found: Any) -> bool:
-    """Whether a run's setting is the planned one, up to the type that the setting has: 1 is also true, 1.0 and "1"."""
-    return planned == found or f"{planned}".casefold() == f"{found}".casefold()
+    """Whether a run's setting is the planned one, read as the type that the setting has: "on" is true, "1e-4" 0.0001.
+
+    What was redacted of a run, as the user's name in a path, is passed over.
+    """
+    if planned == found or (isinstance(found, str) and PLACEHOLDER.search(found)):
+        return True
+    if isinstance(planned, list) and isinstance(found, list):
+        return len(planned) == len(found) and all(map(_same_setting, planned, found))
+    node = _NODES.get(type(found))
+    try:
+        return node is not None and planned is not None and bool(node(planned)._value() == found)
+    except ValidationError:
+        return False
 
 
 def _planned_ranks(cell: Cell, manifest: Mapping[str, Any], smoke: bool) -> dict[str, tuple[Any, Any]]:

@@ -182,10 +182,10 @@ def _await_runs(out_dir: Path) -> None:
 
 def _runs(folder: Path) -> dict[int, str]:
     """Names, by id, of processes that carry the mark of this folder, or whose output goes to one of its logs."""
-    found = {}
+    found, own = {}, {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}  # a shell may have the mark
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and (
+            if process.pid not in own and (
                 process.environ().get(RUN_MARK) == str(folder)
                 or any(
                     file.fd in (1, 2) and Path(file.path).parent == folder / LOGS_DIR for file in process.open_files()

@@ -296,7 +296,10 @@ def next_step(result: Result, out_dir: Path, program: str) -> str:
         return f"look for the fault: checks in the report, output in {out_dir / log_file(failed)}"
     if result.verdict == "incomplete":
         first = next(cell for cell in result.cells if cell.status not in ("measured", "discarded"))
-        return f"see the report and {out_dir / LOGS_DIR}: {first.id} {first.status.replace('_', ' ')}, {first.reason}"
+        found = f"{first.id} {first.status.replace('_', ' ')}, {first.reason}"
+        if first.status == "interrupted":
+            return f"the same command with --resume --out {out_dir} goes on; {found}"
+        return f"see the report and {out_dir / LOGS_DIR}: {found}"
     if result.verdict == "does_not_walk":
         return f"look for the fault: curves in the report, events in {out_dir / RUNS_DIR}"
     verify = shlex.join([program, "verify", str(out_dir)])

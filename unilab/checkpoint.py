@@ -233,7 +233,9 @@ def load_checkpoint(directory: Path, iteration: int = int(LATEST)) -> Checkpoint
     """
     files = checkpoint_files(directory)
     if not files:
-        raise ValueError(f"{directory} holds no checkpoint; train with algo.save_interval=0 or more")
+        raise ValueError(
+            f"{directory} holds no checkpoint: it ended before the first was due, every algo.save_interval iterations"
+        )
     places: dict[Path, tuple[int, float]] = {}
     unreadable: list[ValueError] = []
     for file in files:

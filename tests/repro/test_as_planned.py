@@ -8,9 +8,10 @@ import pytest
 from fake_trainer import override
 from session_builder import SOURCE, make_host
 
-from repro.as_planned import departure
+from repro.as_planned import _overridden, departure
 from repro.matrix import adjust, load_matrix
 from repro.plan import Plan, make_plan
+from unilab.config import load_config
 from unilab.names import GRADIENT_MEAN
 
 
@@ -83,3 +84,38 @@ def test_a_run_with_another_setting_than_its_command_is_refused(asked: str, ran:
 )
 def test_a_setting_may_have_the_type_of_its_key(asked: str, ran: str) -> None:
     assert found(plan_of("dual", asked), "n2", "p2p", ran) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("training.use_amp=off", "algo.seed=007"),
+        ("algo.actor_lr='1e-4'", "training.use_amp=yes", "algo.seed='+7'"),
+        ('env.gain_scale=["0.9","1.10"]', "algo.gamma=99e-2", "training.wandb_notes=null"),
+        ("algo.seed=2", "algo.seed=3"),
+    ],
+)
+def test_every_spelling_that_the_trainer_takes_is_the_planned_setting(settings: tuple[str, ...]) -> None:
+    cell = plan_of("single", *settings).cells[-1]
+    words = [word for word in cell.arguments if "=" in word]
+    config = load_config("sac", "g1_walk_flat", "mujoco", words).to_json()
+    assert _overridden(cell, config) is None
+    config["algo"].update(seed=99, gamma=0.5)
+    assert "was planned as" in (_overridden(cell, config) or "")
+
+
+def test_a_mapping_that_is_taken_back_is_not_asked_for() -> None:
+    actor = "algo.algo_params.actor_config"
+    cell = plan_of("learning_flashsac", f"{actor}={{builder:a.b,kwargs:{{x:1}}}}", f"{actor}=null").cells[-1]
+    config = load_config("flashsac", "g1_walk_flat", "mujoco", [w for w in cell.arguments if "=" in w]).to_json()
+    assert _overridden(cell, config) is None
+
+
+def test_what_was_redacted_of_a_run_is_passed_over() -> None:
+    plan = plan_of("single", "training.wandb_entity=alice")
+    cell = plan.cells[-1]
+    config = load_config("sac", "g1_walk_flat", "mujoco", [w for w in cell.arguments if "=" in w]).to_json()
+    config["training"]["wandb_entity"] = "<user>"
+    assert _overridden(cell, config) is None
+    config["training"]["wandb_entity"] = "bob"
+    assert "training.wandb_entity was planned as" in (_overridden(cell, config) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from repro.manifest import write_manifest
 from repro.plan import Plan
 from repro.redact import PROJECT
 from repro.report import Report, write_report
-from repro.resume import claim
+from repro.resume import RUN_MARK, claim
 from repro.schema import canonical_json, read_model
 from repro.verify import verify
 
@@ -446,3 +447,12 @@ def test_a_session_whose_other_runs_this_host_cannot_hold_has_nothing_to_do_and_
     assert capsys.readouterr().out == (
         f"nothing to do: every run in {out} has its number; skipped, as this host cannot hold them: two_r1\n"
     )
+
+
+def test_the_shell_that_a_command_is_typed_in_is_no_run(tmp_path: Path) -> None:
+    """One that was opened from within a run has its mark."""
+    program = "import sys, repro.resume, pathlib; print(repro.resume._runs(pathlib.Path(sys.argv[1])))"
+    shell = ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, program, str(tmp_path)]
+    environment = {**os.environ, RUN_MARK: str(tmp_path)}
+    ended = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "{}\n"

@@ -267,6 +267,7 @@ def test_an_interrupt_ends_the_cell_and_leaves_a_valid_journal(tmp_path: Path, n
         ("later_r1", "not_run"),
     ]
     assert output.splitlines()[-1] == f"{out}/report.md"
+    assert f"next: the same command with --resume --out {out} goes on; hang_r1 interrupted, by the user" in output
     assert "Traceback" not in output
     assert verify([out], lambda line: None)
 
