@@ -403,7 +403,7 @@ def matrix_of_cases(names: list[str]) -> Matrix:
     homes = {name: [matrix for matrix in matrices if name in [case.name for case in matrix.cases]] for name in names}
     known = [case.name for matrix in matrices for case in matrix.cases]
     for name, found in homes.items():
-        if not found and name in builtin_names():
+        if not found and any(name == matrix.name for matrix in matrices):
             raise UsageError(f"{name} is a matrix, not a case; type --matrix {name}")
         if not found:
             raise UsageError(f"unknown case {name!r}{nearest(name, known)}")

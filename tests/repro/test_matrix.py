@@ -139,6 +139,7 @@ def test_named_cases_bring_their_matrix_and_the_comparisons_between_them() -> No
     ("names", "message"),
     [
         (["worker1"], "unknown case 'worker1'; did you mean 'workers1'"),
+        (["smoke", "workers1"], "smoke is a matrix, not a case; type --matrix smoke"),
         (["base", "base"], "cases base base repeat a name; use --repeats for more runs of a case"),
         (["n1", "workers1"], r"one matrix \(n1 in documents/dual/single, workers1 in smoke\); name cases of one$"),
         (["n1"], r"to one matrix \(n1 in documents/dual/single\); say which, as in --matrix documents n1$"),
